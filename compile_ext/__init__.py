@@ -1,0 +1,27 @@
+"""compile_ext: what serving engines hand-code per layer, for every model under ``torch.compile``.
+
+``torch.compile(model, backend="compile_ext")`` runs the passes of :mod:`compile_ext.passes` on each graph; the ops
+are in :mod:`compile_ext.ops`, the layers that use them in :mod:`compile_ext.layers`.
+"""
+
+from compile_ext import ops
+from compile_ext.explain import Fallback, Report, Row, explain, sites
+from compile_ext.ops.contract import Align, Gemm, OpContract, Pad, register_contract
+from compile_ext.ops.errors import CompileExtError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Align",
+    "CompileExtError",
+    "Fallback",
+    "Gemm",
+    "OpContract",
+    "Pad",
+    "Report",
+    "Row",
+    "explain",
+    "ops",
+    "register_contract",
+    "sites",
+]

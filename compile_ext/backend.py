@@ -1,0 +1,118 @@
+"""The Dynamo backend: copy the graph, run the passes, compile what is left, hand in the derived constants.
+
+Registered through the entry point group ``torch_dynamo_backends`` as ``compile_ext``. Passes run here, on the Dynamo
+graph, and not inside Inductor: only here are the real parameters handed over, only here do passes run when the
+compiled code comes from a cache, and the rewritten graph is what the caches hash.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compile_ext import records
+from compile_ext.check import checked
+from compile_ext.derived import constants
+from compile_ext.inner import compile_inner
+from compile_ext.options import Options
+from compile_ext.passes import PassContext, copy_module, run_passes
+
+Compiled = Callable[..., Any]
+
+
+def compile_ext_backend(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> Compiled:
+    """``torch.compile(model, backend="compile_ext")`` calls this once for each graph.
+
+    Args:
+        gm: Dynamo's graph; it is not changed.
+        inputs: its inputs, parameters among them, as they are in this call.
+        mode: torch.compile's mode.
+        options: Inductor options and ``compile_ext.*`` options, see :mod:`compile_ext.options`.
+        name: the name of the compiled region (torch 2.15 passes it).
+
+    Raises:
+        OptionError: an unknown or ill-typed option.
+    """
+    parsed = Options.parse(mode, options)
+    ctx = PassContext(copy_module(gm), inputs)
+    run_passes(ctx, parsed.disable)
+
+    extra = [(d.source, constants(d.derivation)) for d in ctx.derived]
+    # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of its own for its
+    # sizes under dynamic=True, and nothing is computed before the first call.
+    example_inputs = [*inputs, *ctx.derived_fakes()]
+    start = time.perf_counter()
+    compiled = compile_inner(ctx.root, example_inputs, parsed, name)
+    seconds = time.perf_counter() - start
+
+    weights = tuple(sorted({i for e in ctx.report.entries for i in e.weights}))
+    record = records.GraphRecord(ctx.report, _place(gm), weights, seconds)
+    records.add(record)
+    run = _with_constants(compiled, record, extra)
+    return checked(run, copy_module(gm), ctx, extra) if parsed.check else run
+
+
+def _with_constants(compiled: Compiled, record: records.GraphRecord, extra: list[Any]) -> Compiled:
+    """The compiled call, with the derived constants of the live arguments behind its own arguments.
+
+    Also notes which parameters the graph serves. A graph without candidates gets neither.
+    """
+    if not record.weights and not extra:
+
+        def run_plain(*args: Any) -> Any:
+            return compiled(*args)
+
+        run_plain.record = record  # type: ignore[attr-defined]  # lives as long as the compiled function
+        return run_plain
+
+    take = _taker(record.weights)
+    seen = record.bindings
+
+    def run(*args: Any) -> Any:
+        weights = take(args)
+        if tuple(map(id, weights)) not in seen:
+            record.bind(weights)
+        if extra:
+            return compiled(*args, *[constant(args[i]) for i, constant in extra])
+        return compiled(*args)
+
+    return run
+
+
+def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: [args[i] for i in positions]
+
+
+def _place(gm: GraphModule) -> records.Place | None:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    stack = getattr(reason, "user_stack", None)
+    if not stack:
+        return None
+    frame = stack[0]  # the frame that Dynamo compiled; what it inlined comes after
+    broke = str(reason.reason) if getattr(reason, "graph_break", False) else None
+    return records.Place(frame.filename, frame.lineno or 0, frame.name, broke)
+
+
+def _reset() -> None:
+    """``torch._dynamo.reset()`` calls this: CUDA graphs of dropped compilations go too."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None and torch.cuda.is_initialized():
+        trees.reset_cudagraph_trees()
+
+
+compile_ext_backend.reset = _reset  # type: ignore[attr-defined]

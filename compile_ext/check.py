@@ -1,0 +1,120 @@
+"""``compile_ext.check``: on the first call, run the original and the rewritten graph and compare node by node.
+
+Both run uncompiled; what the graph writes, it writes on copies. A rewritten node is judged by itself: after the
+comparison it takes the original's value, so the first node named is the first one that is wrong, and a legal
+difference in rounding does not grow. Costs memory for all intermediates of the original graph, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from compile_ext.ops.errors import CheckError
+from compile_ext.passes import PassContext
+from compile_ext.passes.readers import is_empty, op_name, read_call
+
+# A rewrite may drop a rounding to bfloat16 (2^-9 relative) or add the same sum in another order; elements near zero
+# are judged against the largest one. Anything beyond is another result, not rounding.
+RELATIVE = 2.0**-7
+ABSOLUTE_OF_MAX = 2.0**-7
+
+
+def checked(
+    run: Callable[..., Any], original: GraphModule, ctx: PassContext, extra: list[Any]
+) -> Callable[..., Any]:
+    """``run``, with the comparison in front of its first call."""
+    pending = [(original, ctx)]  # dropped after the comparison: the context holds the first call's parameters
+
+    def first_then_run(*args: Any) -> Any:
+        if pending:
+            first, context = pending[0]
+            compare(first, context, args, [constant(args[i]) for i, constant in extra])
+            pending.clear()
+        return run(*args)
+
+    return first_then_run
+
+
+def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[Tensor]) -> None:
+    """Raises CheckError naming the first node whose value differs."""
+    devices = sorted({x.device.index or 0 for x in args if isinstance(x, Tensor) and x.is_cuda})
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        state = torch.random.get_rng_state()
+        recorded = _Recorder(original)
+        recorded.run(*_arguments(ctx, args))
+        torch.random.set_rng_state(state)
+        _Comparer(ctx, recorded.values).run(*_arguments(ctx, args), *constants)
+
+
+def _arguments(ctx: PassContext, args: Any) -> list[Any]:
+    """The arguments, those that the graph writes as copies."""
+    placeholders = ctx.scopes[0].placeholders()
+    return [
+        x.detach().clone() if isinstance(x, Tensor) and ctx.is_written(p) else x
+        for x, p in zip(args, placeholders, strict=False)
+    ]
+
+
+class _Recorder(Interpreter):
+    """Runs the original graph and keeps the value of every node."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("placeholder", "output"):
+            self.values[n.name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return value
+
+
+class _Comparer(Interpreter):
+    """Runs the rewritten graph and compares each node that stands for one of the original."""
+
+    def __init__(self, ctx: PassContext, values: dict[str, Any]) -> None:
+        super().__init__(ctx.root)
+        self.ctx, self.values = ctx, values
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op in ("placeholder", "output") or n.name in self.ctx.changed or is_empty(n):
+            return value
+        rewritten = n.name in self.ctx.replaced or read_call(n) is not None
+        expected = self.values.get(self.ctx.replaced.get(n.name, n.name))
+        if isinstance(value, Tensor) and isinstance(expected, Tensor):
+            self._compare(n, value, expected)
+            if rewritten:
+                value.copy_(expected)
+        return value
+
+    def _compare(self, n: Node, value: Tensor, expected: Tensor) -> None:
+        where = f"{op_name(n.target)} ({n.name})"
+        if value.shape != expected.shape or value.stride() != expected.stride():
+            raise CheckError(
+                f"compile_ext.check: {where}",
+                found=f"shape {list(value.shape)}, strides {list(value.stride())}",
+                wanted=f"shape {list(expected.shape)}, strides {list(expected.stride())}, as before the passes",
+                fix="report it, and leave the pass out with compile_ext.disable",
+            )
+        got, want = value.double(), expected.double()
+        limit = RELATIVE * want.abs() + ABSOLUTE_OF_MAX * _largest(want)
+        wrong = ~((got - want).abs() <= limit) & ~(got.isnan() & want.isnan()) & (got != want)
+        if wrong.any():
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            raise CheckError(
+                f"compile_ext.check: {where}",
+                found=f"{float(got[at]):.6g} at {list(at)}; {int(wrong.sum())} of {wrong.numel()} elements differ",
+                wanted=f"{float(want[at]):.6g}, as before the passes",
+                fix="report it, and leave the pass out with compile_ext.disable",
+            )
+
+
+def _largest(x: Tensor) -> Tensor:
+    finite = x[x.isfinite()]
+    return finite.abs().amax() if finite.numel() else x.new_zeros(())

@@ -1,0 +1,297 @@
+"""``explain``: for every candidate of a compiled model, which pass fired, or why it did not, and what runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_ext import records
+from compile_ext.backend import compile_ext_backend
+from compile_ext.ops.errors import NotCompiledError
+from compile_ext.passes import Decision, Site
+from compile_ext.passes.report import Entry
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate.
+
+    Args:
+        module: module path, from the identity of the weight: ``layers.3.mlp.down_proj``.
+        op: what the graph calls there now.
+        site: the GEMM, where it is one with a contract.
+        decisions: what each pass did with it, in the order of the passes.
+    """
+
+    module: str
+    op: str
+    site: Site | None
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A frame, or the rest of one, that Dynamo left to Python.
+
+    Args:
+        where: ``file:line in function``.
+        kind: ``graph break`` (the frame goes on in a further graph) or ``eager`` (it runs uncompiled).
+        reason: what Dynamo says.
+    """
+
+    where: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``explain`` returns; print it for a table.
+
+    Args:
+        rows: all candidates, by module path.
+        fallbacks: the frames of this model that Dynamo did not compile in one piece.
+        graphs: how many compiled graphs are alive.
+        pass_seconds, compile_seconds: wall time of our passes, and of the compiler after them.
+    """
+
+    rows: tuple[Row, ...]
+    fallbacks: tuple[Fallback, ...]
+    graphs: int
+    pass_seconds: float
+    compile_seconds: float
+    metrics_full: bool = field(default=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console  # 0.1 s that `import compile_ext` need not pay
+
+        console = Console(width=140, color_system=None)
+        with console.capture() as capture:
+            console.print(self.__rich__())
+            for f in self.fallbacks:
+                console.print(f"{f.kind}: {f.where}: {f.reason}", highlight=False, soft_wrap=True)
+            if self.metrics_full:
+                console.print("Dynamo keeps its last compilations only; earlier frames may have fallen back too.")
+        return capture.get().rstrip()
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        title = f"{len(self.rows)} candidates in {self.graphs} graphs (* fired, - left alone)"
+        table = Table(title=title, title_justify="left", show_lines=True)
+        for name in ("module", "op", "M", "N", "K", "kernel"):
+            table.add_column(name, justify="right" if name in "MNK" else "left", overflow="fold")
+        table.add_column("passes", ratio=1)
+        for module, row in _grouped(self.rows):
+            s = row.site
+            said = "\n".join(
+                f"{'*' if d.fired else '-'} {d.pass_name}: {d.detail}" for d in row.decisions
+            )
+            size = (_range(s.m), str(s.n), str(s.k), s.kernel) if s else ("", "", "", "")
+            table.add_row(module, row.op.removeprefix("compile_ext::"), *size, said)
+        return table
+
+
+def _grouped(rows: tuple[Row, ...]) -> list[tuple[str, Row]]:
+    """Rows that differ only in one layer number as one: ``layers.0-31.mlp.down_proj``."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        shape = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.module)
+        groups.setdefault((shape, row.op, row.site, row.decisions), []).append(row)
+    return [(_pattern([r.module for r in group]), group[0]) for group in groups.values()]
+
+
+def _pattern(modules: list[str]) -> str:
+    columns = zip(*(m.split(".") for m in modules), strict=True)
+    return ".".join(_spans(list(dict.fromkeys(column))) for column in columns)
+
+
+def _spans(values: list[str]) -> str:
+    """``0-2,5`` for 0, 1, 2, 5."""
+    if len(values) == 1:
+        return values[0]
+    numbers = sorted(map(int, values))
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
+    """Say for each candidate what the passes did.
+
+    Args:
+        model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
+        args, kwargs: with any, the model runs once on them, compiled with ``compile_ext.inner="eager"``, only to
+            look: no kernel is compiled, and what the model writes (a KV cache) is written. Without, the
+            compilations that have happened are reported.
+
+    Raises:
+        NotCompiledError: without arguments, and nothing of this model was compiled by this backend.
+    """
+    target = getattr(model, "_orig_mod", model)
+    target = getattr(target, "_torchdynamo_orig_callable", target)
+    if args or kwargs:
+        torch.compile(target, backend=_look)(*args, **kwargs)
+    names, codes = _names(target), _codes(target)
+    alive = [r for r in records.live() if _belongs(r, names, codes)]
+    fallbacks, full = _fallbacks(alive, codes)
+    if not alive and not fallbacks:
+        raise NotCompiledError(
+            "explain",
+            found=f"{type(target).__name__} with no live compilation by backend 'compile_ext'",
+            wanted="a model that was compiled and called, or example arguments",
+            fix="call the compiled model once, or explain(model, *example_arguments)",
+        )
+    rows = dict.fromkeys(row for record in alive for row in _rows(record, names))
+    return Report(
+        rows=tuple(sorted(rows, key=_order)),
+        fallbacks=fallbacks,
+        graphs=len(alive),
+        pass_seconds=sum(sum(r.report.seconds.values()) for r in alive),
+        compile_seconds=sum(r.compile_seconds for r in alive),
+        metrics_full=full,
+    )
+
+
+def sites(model: Any) -> tuple[Row, ...]:
+    """The GEMM sites of a compiled model: the rows of ``explain(model)`` that have a site."""
+    return tuple(row for row in explain(model).rows if row.site is not None)
+
+
+# One object for all looks: Dynamo keys its cache by the backend, so a second look compiles nothing anew.
+_look = functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
+
+
+def _range(m: tuple[int, int | None]) -> str:
+    low, high = m
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    parts = tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in row.module.split("."))
+    return parts, row.site.m[0] if row.site else -1, row.op
+
+
+def _rows(record: records.GraphRecord, names: dict[int, str]) -> Iterator[Row]:
+    served = record.served()
+    for entry in record.report.entries:
+        if not entry.weights:
+            yield _row(entry, entry.hint)
+        for tensors in served:
+            for position in entry.weights:
+                name = names.get(id(tensors[position]))
+                if name is not None:
+                    yield _row(entry, name)
+
+
+def _row(entry: Entry, name: str) -> Row:
+    return Row(name, entry.op, entry.site, tuple(entry.decisions))
+
+
+def _names(target: Any) -> dict[int, str]:
+    """id of each tensor that belongs to the target -> module path."""
+    tensors: dict[int, str] = {}
+    for prefix, module in _modules(target):
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            tensors.setdefault(id(tensor), _module_path(prefix + name))
+        for path, child in module.named_modules():  # tensors that are plain attributes
+            for name, value in vars(child).items():
+                if isinstance(value, Tensor):
+                    tensors.setdefault(id(value), _module_path(".".join(filter(None, (prefix + path, name)))))
+    for name, value in _closure(target).items():
+        if isinstance(value, Tensor):
+            tensors.setdefault(id(value), name)
+    return tensors
+
+
+def _module_path(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _closure(target: Any) -> dict[str, Any]:
+    """What a function reads from around it."""
+    function = inspect.unwrap(getattr(target, "__func__", target)) if callable(target) else None
+    if not inspect.isfunction(function):
+        return {}
+    found = inspect.getclosurevars(function)
+    return {**found.globals, **found.nonlocals}
+
+
+def _modules(target: Any) -> list[tuple[str, nn.Module]]:
+    if isinstance(target, nn.Module):
+        return [("", target)]
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, nn.Module):  # torch.compile(model.forward)
+        return [("", owner)]
+    return [(f"{n}.", getattr(v, "_orig_mod", v)) for n, v in _closure(target).items() if isinstance(v, nn.Module)]
+
+
+def _codes(target: Any) -> list[CodeType]:
+    functions = [type(m).forward for _, top in _modules(target) for m in top.modules()]
+    if not isinstance(target, nn.Module):
+        functions.append(inspect.unwrap(getattr(target, "__func__", target)))
+    found = [getattr(f, "__code__", None) for f in functions]
+    return list(dict.fromkeys(c for c in found if c is not None))
+
+
+def _belongs(record: records.GraphRecord, names: dict[int, str], codes: list[CodeType]) -> bool:
+    if record.weights:
+        return any(id(t) in names for tensors in record.served() for t in tensors.values())
+    return record.place is not None and _inside(record.place.file, record.place.line, codes)
+
+
+def _inside(file: str | None, line: int | None, codes: list[CodeType]) -> bool:
+    return any(
+        file == c.co_filename and line is not None and c.co_firstlineno <= line <= _last_line(c) for c in codes
+    )
+
+
+def _last_line(code: CodeType) -> int:
+    return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+
+
+def _fallbacks(
+    alive: list[records.GraphRecord], codes: list[CodeType]
+) -> tuple[tuple[Fallback, ...], bool]:
+    from torch._dynamo.utils import _compilation_metrics, get_compilation_metrics
+
+    found = [
+        Fallback(f"{p.file}:{p.line} in {p.function}", "graph break", _first_line(p.graph_break))
+        for p in (r.place for r in alive)
+        if p is not None and p.graph_break
+    ]
+    frames: dict[str, Any] = {}
+    for metrics in get_compilation_metrics():
+        frame = str(metrics.compile_id).split("/")[0]  # "3/1" is the second compilation of frame 3
+        if metrics.co_filename is not None:
+            frames[frame] = metrics
+        known = frames.get(frame)  # past the recompile limit Dynamo leaves the code's name out
+        if metrics.fail_type and known and _inside(known.co_filename, known.co_firstlineno, codes):
+            where = f"{known.co_filename}:{known.co_firstlineno} in {known.co_name}"
+            found.append(Fallback(where, "eager", _first_line(metrics.fail_reason)))
+    full = len(_compilation_metrics) == _compilation_metrics.maxlen
+    return tuple(dict.fromkeys(found)), full
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "no reason given").strip().splitlines()[0]

@@ -1,0 +1,122 @@
+"""Read and check the options of ``torch.compile(..., backend="compile_ext", options={...})``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compile_ext.ops.errors import OptionError
+from compile_ext.passes import PASS_NAMES
+
+PREFIX = "compile_ext."
+DISABLE_VARIABLE = "COMPILE_EXT_DISABLE"
+INNERS = ("inductor", "aot_eager", "eager")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+OWN_OPTIONS = {
+    "compile_ext.disable": "a list of passes to leave out",
+    "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
+    "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
+    "compile_ext.mode": f"torch.compile's mode, which torch refuses beside options: {', '.join(MODES)}",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one compilation.
+
+    Args:
+        disable: names of passes that do not run (option and ``COMPILE_EXT_DISABLE``, comma-separated).
+        check: compare the original and the rewritten graph on the first call.
+        inner: what compiles the rewritten graph.
+        inductor: Inductor's config patches, from the mode and from the options without our prefix.
+    """
+
+    disable: frozenset[str] = frozenset()
+    check: bool = False
+    inner: str = "inductor"
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
+        """Raises OptionError for an unknown option, pass, mode or inner compiler, listing the valid ones."""
+        own = {k: v for k, v in (options or {}).items() if k.startswith(PREFIX)}
+        rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
+        for name in own:
+            if name not in OWN_OPTIONS:
+                raise _unknown("option", name, OWN_OPTIONS)
+        check = own.get("compile_ext.check", False)
+        if not isinstance(check, bool):
+            raise _bad("compile_ext.check", check, "True or False")
+        inner = own.get("compile_ext.inner", "inductor")
+        if inner not in INNERS:
+            raise _unknown("compile_ext.inner", inner, INNERS)
+        mode = own.get("compile_ext.mode", mode)
+        if mode is not None and mode not in MODES:
+            raise _unknown("mode", mode, MODES)
+        if inner != "inductor" and (rest or mode not in (None, "default")):
+            raise _bad(
+                "compile_ext.inner",
+                f"{inner!r} with {sorted(rest) or f'mode {mode!r}'}",
+                "Inductor's options and modes only with inner='inductor'",
+            )
+        return Options(
+            disable=_disabled(own.get("compile_ext.disable", ())),
+            check=check,
+            inner=inner,
+            inductor=_inductor(mode, rest) if inner == "inductor" else {},
+        )
+
+
+def _disabled(value: Any) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _bad("compile_ext.disable", value, "a list of pass names")
+    names = set(value)
+    names |= {n.strip() for n in os.environ.get(DISABLE_VARIABLE, "").split(",") if n.strip()}
+    for name in names:
+        if name not in PASS_NAMES:
+            raise _unknown(f"pass in compile_ext.disable or {DISABLE_VARIABLE}", name, PASS_NAMES)
+    return frozenset(names)
+
+
+def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    if mode in (None, "default") and not options:
+        return {}
+    from torch._inductor import config, list_mode_options
+
+    patches: dict[str, Any] = {}
+    if mode not in (None, "default"):
+        patches.update(list_mode_options(mode))
+    known = config.get_config_copy()
+    for name, value in options.items():
+        attribute = name.replace("-", "_")
+        if attribute not in known:
+            raise _unknown("Inductor option", name, [*OWN_OPTIONS, *known])
+        wanted = type(known[attribute])
+        if known[attribute] is not None and wanted in (bool, int, str) and not isinstance(value, wanted):
+            raise _bad(name, value, wanted.__name__)
+        patches[attribute] = value
+    return patches
+
+
+def _unknown(what: str, name: object, valid: Iterable[str]) -> OptionError:
+    valid = list(valid)
+    close = difflib.get_close_matches(str(name), valid, n=3)
+    shown = valid if len(valid) <= 12 else [*OWN_OPTIONS, "and every key of torch._inductor.config"]
+    return OptionError(
+        "torch.compile(backend='compile_ext')",
+        found=f"unknown {what} {name!r}",
+        wanted=f"one of {', '.join(shown)}",
+        fix=f"did you mean {' or '.join(close)}?" if close else "correct the name or leave it out",
+    )
+
+
+def _bad(name: str, value: object, wanted: str) -> OptionError:
+    return OptionError(
+        "torch.compile(backend='compile_ext')",
+        found=f"{name} = {value!r}" if not isinstance(value, str) else f"{name} = {value}",
+        wanted=wanted,
+        fix="correct the value or leave the option out",
+    )

@@ -1,0 +1,139 @@
+"""FP8 GEMM with one scale for 128 features of a token and one for each 128x128 block of the weight.
+
+    D[m, n] = sum_g scale_a[m, g] * scale_b[n // 128, g] * (sum_{k in group g} A[m, k] * B[n, k]) + bias[n]
+
+The format of DeepSeek-V3 checkpoints (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_ext.ops import checks
+from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops.quantize import (
+    BLOCK,
+    blocks_of,
+    dequantize_fp8_blocks,
+    dequantize_fp8_groups,
+    quantize_fp8_groups,
+)
+
+NAME = "block_scaled_mm"
+
+
+def block_scaled_mm_ref(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The specification: dequantize, multiply and add in float32, round once at the end."""
+    if a.dtype == torch.bfloat16:  # the kernel quantizes its own input; scale_a is not read
+        a, scale_a = quantize_fp8_groups(a)
+    assert scale_a is not None  # _check refuses an FP8 a without it
+    product = dequantize_fp8_groups(a, scale_a) @ dequantize_fp8_blocks(b, scale_b).t()
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def _check(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    checks.dtype_in(NAME, "a", a, (checks.FP8, torch.bfloat16))
+    checks.dtype_in(NAME, "b", b, (checks.FP8,))
+    for name, x in (("a", a), ("b", b)):
+        checks.rank_is(NAME, name, x, 2)
+        checks.rows_contiguous(NAME, name, x)
+    checks.same_k(NAME, a, b)
+    n, k = b.shape
+    checks.dtype_in(NAME, "scale_b", scale_b, (torch.float32,))
+    checks.shape_is(NAME, "scale_b", scale_b, (blocks_of(n), blocks_of(k)))
+    if a.dtype == checks.FP8:
+        if scale_a is None:
+            raise checks.ShapeError(
+                NAME,
+                found="a of float8_e4m3fn without scale_a",
+                wanted=f"scale_a [m, ceil(k/{BLOCK})]",
+                fix="pass what quantize_fp8_groups returned, or a bfloat16 a",
+            )
+        checks.dtype_in(NAME, "scale_a", scale_a, (torch.float32,))
+        checks.shape_is(NAME, "scale_a", scale_a, (a.shape[0], blocks_of(k)))
+    checks.same_device(NAME, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    checks.bias_fits(NAME, bias, n)
+    checks.out_dtype_is_float(NAME, out_dtype)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+OP = define_op(
+    "block_scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor scale_b, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    check=_check,
+    fake=_fake,
+    kernels=(Kernel("reference", why_not=never, run=block_scaled_mm_ref),),
+    contract=OpContract(
+        gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),
+        # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's own affair.
+        align={
+            "n": Align(16, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
+            "k": Align(
+                16,
+                pad={
+                    "a": 0,
+                    "b": 0,
+                    "scale_a": Pad(1.0, axis=1, block=BLOCK),
+                    "scale_b": Pad(1.0, axis=1, block=BLOCK),
+                },
+            ),
+        },
+        unread={"scale_a": lambda a, **_: a.dtype == torch.bfloat16},
+        prewait_reads=("b", "scale_b", "bias"),
+    ),
+)
+
+
+def block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias``, accumulated in float32.
+
+    Args:
+        a: ``[m, k]`` float8_e4m3fn, or bfloat16: then the kernel quantizes it itself, as
+            ``quantize_fp8_groups`` does, and does not read scale_a. Rows contiguous. m = 0 gives an
+            empty result.
+        b: ``[n, k]`` float8_e4m3fn, rows contiguous.
+        scale_a: ``[m, ceil(k/128)]`` float32, any strides; None or anything where a is bfloat16.
+        scale_b: ``[ceil(n/128), ceil(k/128)]`` float32.
+        bias: ``[n]`` bfloat16, float16 or float32.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        ``[m, n]`` of out_dtype, contiguous.
+
+    Raises:
+        DtypeError, RankError, ShapeError, LayoutError, DeviceError, GradError.
+    """
+    return OP(a, b, scale_a, scale_b, bias, out_dtype)

@@ -1,0 +1,106 @@
+"""Argument checks shared by the ops. Each raises one of the errors with found / wanted / fix.
+
+They run on fakes too, so a size may be symbolic: a check fails only where the sizes are known to differ
+(``guard_or_true``), and never specialises a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compile_ext.ops.errors import DeviceError, DtypeError, LayoutError, RankError, ShapeError
+
+Size = int | torch.SymInt
+FP8 = torch.float8_e4m3fn
+
+
+def same(x: Size, y: Size) -> bool:
+    """Whether two sizes are equal, or may be (symbolic and not known)."""
+    if type(x) is int and type(y) is int:
+        return x == y
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads sympy, 0.2 s: not at import
+
+    return bool(guard_or_true(x == y))
+
+
+def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in allowed:
+        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise DtypeError(
+            op,
+            found=f"{name} of {str(x.dtype).removeprefix('torch.')}",
+            wanted=names,
+            fix=f"pass {name} as {names}",
+        )
+
+
+def rank_is(op: str, name: str, x: torch.Tensor, rank: int) -> None:
+    if x.dim() != rank:
+        raise RankError(
+            op,
+            found=f"{name} of shape {list(x.shape)}",
+            wanted=f"{rank} dimensions",
+            fix=f"reshape {name}, for example {name}.reshape(-1, {name}.shape[-1])",
+        )
+
+
+def same_device(op: str, **tensors: torch.Tensor | None) -> None:
+    present = {k: v for k, v in tensors.items() if v is not None}
+    (first, reference), *rest = present.items()
+    for name, x in rest:
+        if x.device != reference.device:
+            raise DeviceError(
+                op,
+                found=f"{name} on {x.device} and {first} on {reference.device}",
+                wanted="all tensors on one device",
+                fix=f"move {name} with .to({str(reference.device)!r})",
+            )
+
+
+def same_k(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    if not same(a.shape[-1], b.shape[-1]):
+        raise ShapeError(
+            op,
+            found=f"a {list(a.shape)} and b {list(b.shape)}",
+            wanted="a [..., k] and b [n, k] with one k",
+            fix="b is stored [n, k], as torch.nn.Linear.weight is: pass it untransposed",
+        )
+
+
+def rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
+    """The last dimension has stride 1 (a row of one element has no stride that matters)."""
+    if x.shape[-1] == 1 or x.numel() == 0:
+        return
+    if not same(x.stride(-1), 1):
+        raise LayoutError(
+            op,
+            found=f"{name} of shape {list(x.shape)} with strides {list(x.stride())}",
+            wanted="stride 1 in the last dimension",
+            fix=f"pass {name}.contiguous()",
+        )
+
+
+def shape_is(op: str, name: str, x: torch.Tensor, *allowed: tuple[Size, ...]) -> None:
+    for shape in allowed:
+        if x.dim() == len(shape) and all(same(u, v) for u, v in zip(x.shape, shape, strict=True)):
+            return
+    wanted = " or ".join(str(list(s)) for s in allowed)
+    raise ShapeError(
+        op, found=f"{name} of shape {list(x.shape)}", wanted=wanted, fix=f"reshape or rebuild {name}"
+    )
+
+
+def bias_fits(op: str, bias: torch.Tensor | None, n: Size) -> None:
+    if bias is not None:
+        dtype_in(op, "bias", bias, (torch.bfloat16, torch.float16, torch.float32))
+        shape_is(op, "bias", bias, (n,))
+
+
+def out_dtype_is_float(op: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise DtypeError(
+            op,
+            found=f"out_dtype {dtype}",
+            wanted="bfloat16, float16 or float32",
+            fix="leave out_dtype out for bfloat16",
+        )

@@ -1,0 +1,123 @@
+"""Define an op: schema, fake, kernels and contract in one call, and the dispatch between kernels.
+
+``Library.define/impl/register_fake`` and not ``torch.library.custom_op``: 2.7 against 10.3 us a call
+inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.library import Library, register_fake
+
+from compile_ext.ops.contract import OpContract, register_contract
+from compile_ext.ops.errors import GradError
+
+NAMESPACE = "compile_ext"
+_LIBRARY = Library(NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an op.
+
+    Args:
+        name: ``reference``, ``aten``, ``triton``, ``cute``, ``deep_gemm``.
+        why_not: gets the call's arguments; the reason why it cannot run them, or None.
+        run: computes the result; gets the same arguments, already checked by the op.
+    """
+
+    name: str
+    why_not: Callable[..., str | None]
+    run: Callable[..., torch.Tensor]
+
+
+def never(*args: Any, **kwargs: Any) -> str | None:
+    """The ``why_not`` of a kernel that always runs."""
+    return None
+
+
+@dataclass(frozen=True)
+class OpDefinition:
+    """What ``define_op`` made: the overload and its kernels in order of preference."""
+
+    overload: OpOverload
+    kernels: tuple[Kernel, ...]
+
+    def kernel_for(self, *args: Any) -> tuple[Kernel, dict[str, str]]:
+        """The first kernel that can run these arguments, and why each earlier one cannot."""
+        reasons: dict[str, str] = {}
+        for kernel in self.kernels:
+            reason = kernel.why_not(*args)
+            if reason is None:
+                return kernel, reasons
+            reasons[kernel.name] = reason
+        raise AssertionError(f"{self.overload} has no reference kernel")  # define_op sees to it
+
+
+_DEFINITIONS: dict[OpOverload, OpDefinition] = {}
+
+
+def definition_of(op: OpOverload) -> OpDefinition | None:
+    """The definition of an op of this package, None for any other op."""
+    return _DEFINITIONS.get(op)
+
+
+def define_op(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    fake: Callable[..., torch.Tensor],
+    kernels: tuple[Kernel, ...],
+    contract: OpContract,
+) -> OpOverload:
+    """Register ``compile_ext::<schema>`` and return its overload.
+
+    Args:
+        check: raises a CompileExtError for arguments that the op refuses; runs in the fake (so that
+            errors come at trace time where a fake can show them) and before every kernel.
+        fake: gets checked arguments, returns an empty tensor of the result's shape, stride and dtype.
+        kernels: in order of preference; the last is the reference and always runs.
+    """
+    if kernels[-1].name != "reference" or kernels[-1].why_not is not never:
+        raise AssertionError(f"the last kernel of {schema} must be the reference")
+    name = schema.split("(", 1)[0]
+    # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    definition = OpDefinition(overload, kernels)
+
+    def run(*args: Any) -> torch.Tensor:
+        refuse_grad(name, args)
+        check(*args)
+        return definition.kernel_for(*args)[0].run(*args)
+
+    def run_fake(*args: Any) -> torch.Tensor:
+        refuse_grad(name, args)
+        check(*args)
+        return fake(*args)
+
+    # One kernel for all devices: the choice between implementations is `kernel_for`, which can say why.
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_LIBRARY)
+    register_contract(overload, contract)
+    _DEFINITIONS[overload] = definition
+    return overload
+
+
+def refuse_grad(where: str, args: tuple[Any, ...]) -> None:
+    """Raise when autograd would record the call: without a formula the gradient would be silently lost."""
+    if not torch.is_grad_enabled():
+        return
+    for i, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor) and arg.requires_grad:
+            raise GradError(
+                where,
+                found=f"argument {i} requires grad",
+                wanted="inference: the op has no gradient",
+                fix="call under torch.no_grad() or torch.inference_mode(), or detach() the tensor",
+            )

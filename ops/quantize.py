@@ -1,0 +1,131 @@
+"""FP8 (e4m3) quantization and its inverse, in plain PyTorch, so that Inductor fuses it into its producer.
+
+A scale multiplies to dequantize: ``x ~ q.float() * scale``. Each scale is ``amax / 448`` of its group, where
+448 is the largest finite e4m3 value (OCP 8-bit floating point specification, E4M3). An all-zero group gets
+the scale of amax = 1e-10, so that nothing divides by zero; a NaN or infinity in a group spreads over it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_ext.ops.checks import FP8, dtype_in, rank_is, shape_is
+
+BLOCK = 128
+FP8_MAX = 448.0
+_AMAX_FLOOR = 1e-10
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale a token (row). Also quantizes a weight ``[n, k]`` with one scale an output channel.
+
+    Args:
+        x: ``[m, k]`` bfloat16, float16 or float32.
+
+    Returns:
+        ``q [m, k]`` float8_e4m3fn and ``scale [m, 1]`` float32.
+    """
+    dtype_in("quantize_fp8_per_token", "x", x, _FLOATS)
+    rank_is("quantize_fp8_per_token", "x", x, 2)
+    x = x.float()
+    scale = _scale(x.abs().amax(dim=-1, keepdim=True))
+    return _to_fp8(x / scale), scale
+
+
+def quantize_fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for each group of 128 features of a token; the last group may be partial.
+
+    Args:
+        x: ``[m, k]`` bfloat16, float16 or float32.
+
+    Returns:
+        ``q [m, k]`` float8_e4m3fn and ``scale [m, ceil(k/128)]`` float32 with strides
+        ``(1, m rounded up to 4)``: column-major with 16-byte columns, what TMA reads.
+    """
+    dtype_in("quantize_fp8_groups", "x", x, _FLOATS)
+    rank_is("quantize_fp8_groups", "x", x, 2)
+    m, k = x.shape
+    grouped = _pad_to_blocks(x.float(), (1,)).unflatten(1, (-1, BLOCK))
+    scale = _scale(grouped.abs().amax(dim=-1))
+    q = _to_fp8(grouped / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
+    return q, _column_major(scale)
+
+
+def quantize_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for each 128x128 block of a weight; the last blocks may be partial.
+
+    Args:
+        w: ``[n, k]`` bfloat16, float16 or float32.
+
+    Returns:
+        ``q [n, k]`` float8_e4m3fn and ``scale [ceil(n/128), ceil(k/128)]`` float32.
+    """
+    dtype_in("quantize_fp8_blocks", "w", w, _FLOATS)
+    rank_is("quantize_fp8_blocks", "w", w, 2)
+    n, k = w.shape
+    blocks = _pad_to_blocks(w.float(), (0, 1)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = _scale(blocks.abs().amax(dim=(1, 3)))
+    q = _to_fp8(blocks / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+    return q[:n, :k].contiguous(), scale
+
+
+def dequantize_fp8_groups(q: Tensor, scale: Tensor) -> Tensor:
+    """``q [m, k]`` with ``scale [m, ceil(k/128)]`` as float32 ``[m, k]``."""
+    dtype_in("dequantize_fp8_groups", "q", q, (FP8,))
+    shape_is("dequantize_fp8_groups", "scale", scale, (q.shape[0], blocks_of(q.shape[1])))
+    return fp8_to_float32(q) * scale.repeat_interleave(BLOCK, dim=1)[:, : q.shape[1]]
+
+
+def dequantize_fp8_blocks(q: Tensor, scale: Tensor) -> Tensor:
+    """``q [n, k]`` with ``scale [ceil(n/128), ceil(k/128)]`` as float32 ``[n, k]``."""
+    n, k = q.shape
+    dtype_in("dequantize_fp8_blocks", "q", q, (FP8,))
+    shape_is("dequantize_fp8_blocks", "scale", scale, (blocks_of(n), blocks_of(k)))
+    out = fp8_to_float32(q)
+    for rows, row_scale in zip(out.split(BLOCK), scale, strict=True):  # in place: no second [n, k] tensor
+        rows.mul_(row_scale.repeat_interleave(BLOCK)[:k])
+    return out
+
+
+def fp8_to_float32(q: Tensor) -> Tensor:
+    """Every e4m3 value is exact in float32; NaN stays NaN.
+
+    On the CPU by table: PyTorch's own conversion takes 1.7 ms for 576x576, the look-up 0.4 ms (one AMD EPYC core).
+    """
+    if q.device.type != "cpu":
+        return q.float()
+    table = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    return table.index_select(0, q.contiguous().view(torch.uint8).flatten().int()).view(q.shape)
+
+
+def blocks_of(size: int) -> int:
+    """How many blocks of 128 cover ``size`` elements."""
+    return (size + BLOCK - 1) // BLOCK
+
+
+def _scale(amax: Tensor) -> Tensor:
+    return amax.clamp(min=_AMAX_FLOOR) / FP8_MAX
+
+
+def _to_fp8(x: Tensor) -> Tensor:
+    # amax / scale can round to just above 448, which e4m3 would turn into NaN.
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _pad_to_blocks(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    pads = [0] * (2 * x.dim())
+    for dim in dims:
+        pads[2 * (x.dim() - 1 - dim) + 1] = -x.shape[dim] % BLOCK
+    return F.pad(x, pads) if any(pads) else x
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    # empty_strided + copy_ and not F.pad: Inductor fuses the first, the second costs a kernel (H200).
+    m, groups = scale.shape
+    out = torch.empty_strided(
+        (m, groups), (1, (m + 3) // 4 * 4), dtype=scale.dtype, device=scale.device
+    )
+    return out.copy_(scale)

@@ -1,0 +1,28 @@
+"""What ``router_gemm`` and ``router_gemm_m1`` share: specification, argument checks and fake."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_ext.ops import checks
+
+
+def router_gemm_ref(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """The specification: products and sum in float32."""
+    return torch.nn.functional.linear(a.float(), b.float(), None if bias is None else bias.float())
+
+
+def check(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    checks.dtype_in(op, "a", a, (torch.bfloat16,))
+    checks.dtype_in(op, "b", b, (torch.bfloat16,))
+    if a.dim() == 0:
+        checks.rank_is(op, "a", a, 2)
+    checks.rank_is(op, "b", b, 2)
+    checks.same_device(op, a=a, b=b, bias=bias)
+    checks.same_k(op, a, b)
+    checks.bias_fits(op, bias, b.shape[0])
+
+
+def fake(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[0], dtype=torch.float32)

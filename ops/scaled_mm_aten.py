@@ -1,0 +1,44 @@
+"""``scaled_mm`` through ``torch._scaled_mm`` (cuBLASLt) on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MIN_CAPABILITY = (8, 9)  # FP8 tensor cores begin with Ada
+ALIGNMENT = 16  # elements; cuBLASLt refuses other N and K
+
+
+def why_not(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> str | None:
+    if a.device.type != "cuda":
+        return f"runs on CUDA, the tensors are on {a.device.type}"
+    if (found := torch.cuda.get_device_capability(a.device)) < MIN_CAPABILITY:
+        return f"needs compute capability 8.9, the device has {found[0]}.{found[1]}"
+    n, k = b.shape
+    if n % ALIGNMENT or k % ALIGNMENT:
+        return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
+    if a.stride(0) % ALIGNMENT or b.stride(0) % ALIGNMENT:
+        return f"needs row strides in multiples of {ALIGNMENT} elements"
+    if out_dtype != torch.bfloat16:
+        return f"row-wise scales give bfloat16 only, wanted {out_dtype}"
+    if bias is not None and bias.dtype != torch.bfloat16:
+        return f"takes a bfloat16 bias, found {bias.dtype}"
+    if a.shape[0] == 0:
+        return "M is 0"
+    return None
+
+
+def run(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    m, n = a.shape[0], b.shape[0]
+    if scale_a.numel() == 1 and scale_b.numel() == 1:  # per tensor on both sides
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    else:  # row-wise wants a scale for every row and column, as contiguous [m, 1] and [1, n]
+        scale_a = scale_a.reshape(-1, 1).expand(m, 1).contiguous()
+        scale_b = scale_b.reshape(1, -1).expand(1, n).contiguous()
+    return torch._scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype
+    )

@@ -1,0 +1,68 @@
+"""Record every GEMM with a contract: the op, N, K, the range of M, dtypes, scales, and the kernel that runs.
+
+The graph is unchanged. Runs after the other passes, on cache hits too: passes run on the Dynamo graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from compile_ext.ops.contract import Gemm, m_of
+from compile_ext.ops.define import definition_of
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.readers import OpCall, read_call
+from compile_ext.passes.report import Site
+from compile_ext.passes.values import bounds, fakes, is_static, tensor
+
+
+def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
+    for node in graph.nodes:
+        call = read_call(node)
+        if call is not None and call.contract.gemm is not None:
+            site = _site(call, call.contract.gemm)
+            if site is not None:
+                ctx.entry(node, call.arguments[call.contract.gemm.b]).site = site
+
+
+def _site(call: OpCall, gemm: Gemm) -> Site | None:
+    a, b = tensor(call.arguments[gemm.a]), tensor(call.arguments[gemm.b])
+    out = tensor(call.node)
+    if a is None or b is None or b.dim() < 2:
+        return None
+    n, k = b.shape[-2:] if gemm.layout == "nt" else b.shape[-2:][::-1]
+    return Site(
+        op=call.op._schema.name,
+        m=bounds(m_of(a)),
+        n=_size(n),
+        k=_size(k),
+        a_dtype=_dtype(a),
+        b_dtype=_dtype(b),
+        out_dtype=_dtype(out) if out is not None else "-",
+        scales=(_shape(call, gemm.scale_a), _shape(call, gemm.scale_b)),
+        bias=gemm.bias is not None and call.arguments[gemm.bias] is not None,
+        kernel=_kernel(call),
+    )
+
+
+def _kernel(call: OpCall) -> str:
+    definition = definition_of(call.op)
+    if definition is None:
+        return "-"
+    values: dict[str, Any] = fakes(call.arguments)
+    return definition.kernel_for(*values.values())[0].name
+
+
+def _size(size: int | torch.SymInt) -> int | str:
+    return int(size) if is_static(size) else str(size)
+
+
+def _dtype(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _shape(call: OpCall, name: str | None) -> str:
+    found = tensor(call.arguments[name]) if name else None
+    return "-" if found is None else "x".join(str(s) for s in found.shape) or "1"

@@ -1,0 +1,94 @@
+"""Derivations: pure functions of one parameter whose result is a derived constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from compile_ext.passes.readers import is_empty, is_fill, read_cast, read_pad, read_transpose
+
+
+@dataclass(frozen=True)
+class Pad:
+    """``F.pad(x, pad, value=value)`` in the memory order of x: a column-major weight stays column-major.
+
+    Args:
+        pad: widths in elements as F.pad takes them, last dimension first.
+        value: what the new elements hold.
+    """
+
+    pad: tuple[int, ...]
+    value: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+        if order == list(range(x.dim())):
+            return F.pad(x, self.pad, value=self.value)
+        widths = [
+            (self.pad[2 * i], self.pad[2 * i + 1]) if 2 * i < len(self.pad) else (0, 0)
+            for i in range(x.dim())
+        ]  # of the last dimension first
+        by_dim = widths[::-1]
+        permuted = [w for d in reversed(order) for w in by_dim[d]]
+        padded = F.pad(x.permute(order), permuted, value=self.value)
+        return padded.permute([order.index(d) for d in range(x.dim())])
+
+    def __str__(self) -> str:
+        return f"pad({list(self.pad)}, {self.value:g})"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One derivation after another: a weight padded by hand, then to its kernel's alignment."""
+
+    steps: tuple[Pad, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def __str__(self) -> str:
+        return " then ".join(map(str, self.steps))
+
+
+# Every kind is a frozen, hashable callable: equal derivations of one parameter share one constant.
+Derivation = Union[Pad, Chain]  # noqa: UP007  # isinstance-free alias for Python 3.10
+
+
+def after(first: Derivation, second: Pad) -> Chain:
+    steps = first.steps if isinstance(first, Chain) else (first,)
+    return Chain((*steps, second))
+
+
+def why_not(source: Any) -> str | None:
+    """Why no constant may be derived from this tensor, or None."""
+    if not isinstance(source, Tensor):
+        return f"it is a {type(source).__name__}, not a tensor"
+    if type(source) not in (Tensor, torch.nn.Parameter) and not isinstance(source, FakeTensor):
+        return f"it is a tensor subclass ({type(source).__name__})"
+    if source.layout != torch.strided:
+        return f"its layout is {source.layout}"
+    if source.is_inference():
+        return "it is an inference tensor: without a version counter an update could not be seen"
+    if source.numel() == 0:
+        return "it has no elements"
+    return None
+
+
+def is_droppable(node: Node) -> bool:
+    """Nodes that may go once nobody reads them: they make a value and do nothing else."""
+    return (
+        is_fill(node)
+        or is_empty(node)
+        or read_pad(node) is not None
+        or read_cast(node) is not None
+        or read_transpose(node) is not None
+    )

@@ -1,0 +1,254 @@
+"""Readers: the one place that knows how the Dynamo graph spells things.
+
+Dynamo writes one thing many ways: a function, a method, an operator packet or overload, arguments by position
+or by name. Each ``read_*`` returns what a node means, or None. A new spelling is one line here and one test.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+from compile_ext.ops.contract import OpContract, contract_of
+from compile_ext.passes.values import tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an op that has a contract, its arguments by schema name."""
+
+    node: Node
+    op: OpOverload
+    contract: OpContract
+    arguments: dict[str, Any]
+
+    def rewrite(self, op: OpOverload | None = None, **changes: Any) -> None:
+        """Give the node other arguments, or another op of the same schema; the node stays."""
+        self.arguments.update(changes)
+        schema = self.op._schema.arguments
+        self.node.target = op or self.op
+        self.node.args = tuple(self.arguments[a.name] for a in schema if not a.kwarg_only)
+        self.node.kwargs = {a.name: self.arguments[a.name] for a in schema if a.kwarg_only}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``x [..., k] @ weight [n, k].T + bias``."""
+
+    x: Node
+    weight: Node
+    bias: Node | None
+
+
+@dataclass(frozen=True)
+class PadCall:
+    """``F.pad(x, pad, value=value)``: ``pad`` as there, last dimension first."""
+
+    x: Node
+    pad: tuple[int, ...]
+    value: float
+
+
+def op_name(target: Any) -> str:
+    """A name for a node's target that does not change between torch versions."""
+    if isinstance(target, OpOverload):
+        return str(target._schema.name)
+    if isinstance(target, OpOverloadPacket):
+        return str(target._qualified_op_name)
+    if isinstance(target, str):
+        return target
+    return str(getattr(target, "_name", getattr(target, "__name__", target)))
+
+
+def read_call(node: Node) -> OpCall | None:
+    """A call of an op with a contract."""
+    if node.op != "call_function":
+        return None
+    if isinstance(node.target, OpOverload):
+        candidates = [node.target]
+    elif isinstance(node.target, OpOverloadPacket):
+        candidates = [getattr(node.target, name) for name in node.target.overloads()]
+    else:
+        return None
+    for op in candidates:
+        contract = contract_of(op)
+        arguments = _bind(op, node) if contract else None
+        if contract and arguments is not None:
+            return OpCall(node, op, contract, arguments)
+    return None
+
+
+def _bind(op: OpOverload, node: Node) -> dict[str, Any] | None:
+    schema = op._schema.arguments
+    positional = [a.name for a in schema if not a.kwarg_only]
+    if len(node.args) > len(positional) or not set(node.kwargs) <= {a.name for a in schema}:
+        return None
+    given = {**dict(zip(positional, node.args, strict=False)), **node.kwargs}
+    bound: dict[str, Any] = {}
+    for argument in schema:
+        if argument.name in given:
+            bound[argument.name] = given[argument.name]
+        elif argument.has_default_value():
+            bound[argument.name] = argument.default_value
+        else:
+            return None
+    return bound
+
+
+def _get(node: Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
+_LINEARS = {F.linear, torch._C._nn.linear, aten.linear, aten.linear.default}
+
+
+def read_linear(node: Node) -> Linear | None:
+    """A linear layer without its module: ``F.linear(x, weight, bias)``."""
+    if node.op != "call_function" or node.target not in _LINEARS:
+        return None
+    x, weight = _get(node, 0, "input"), _get(node, 1, "weight")
+    bias = _get(node, 2, "bias")
+    if not isinstance(x, Node) or not isinstance(weight, Node):
+        return None
+    return Linear(x, weight, bias)
+
+
+_CAST_METHODS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+}
+
+
+def read_cast(node: Node) -> torch.dtype | None:
+    """The dtype that a node converts its first argument to, where it does nothing else."""
+    if node.op == "call_method" and isinstance(node.target, str):
+        if node.target in _CAST_METHODS:
+            return _CAST_METHODS[node.target]
+        if node.target in ("to", "type"):
+            return _only_dtype(node)
+    if node.op == "call_function" and node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):  # fmt: skip
+        return _only_dtype(node)
+    return None
+
+
+def _only_dtype(node: Node) -> torch.dtype | None:
+    given = [*node.args[1:], *(v for k, v in node.kwargs.items() if k == "dtype")]
+    extra = {k: v for k, v in node.kwargs.items() if k != "dtype" and v not in (None, False)}
+    dtypes = [x for x in given if isinstance(x, torch.dtype)]
+    others = [x for x in given if not isinstance(x, (torch.dtype, bool)) and x is not None]
+    return dtypes[0] if len(dtypes) == 1 and not others and not extra else None
+
+
+_SOFTMAXES = {F.softmax, torch.softmax, aten.softmax.int}
+
+
+def read_softmax(node: Node) -> torch.dtype | None:
+    """The dtype in which a softmax computes: its ``dtype`` argument, else that of its input."""
+    is_function = node.op == "call_function" and node.target in _SOFTMAXES
+    if not is_function and not (node.op == "call_method" and node.target == "softmax"):
+        return None
+    dtypes = [x for x in (*node.args[1:], node.kwargs.get("dtype")) if isinstance(x, torch.dtype)]
+    if dtypes:
+        return dtypes[0]
+    found = tensor(node.args[0]) if node.args else None
+    return found.dtype if found is not None else None
+
+
+_FILL_METHODS = {"new_ones", "new_zeros", "new_full", "new_empty"}
+_FILL_FUNCTIONS = {
+    torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like, torch.full_like,
+    aten.ones.default, aten.zeros.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.new_full.default, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+}  # fmt: skip
+_EMPTY_FUNCTIONS = {torch.empty, torch.empty_like, torch.empty_strided, aten.empty.memory_format}
+
+
+def is_fill(node: Any) -> bool:
+    """A tensor of one value that is made on each call: ones, zeros, full, in any spelling."""
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_method":
+        return node.target in _FILL_METHODS - {"new_empty"}
+    return node.op == "call_function" and node.target in _FILL_FUNCTIONS
+
+
+def is_empty(node: Any) -> bool:
+    """An allocation without a fill."""
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_method":
+        return node.target == "new_empty"
+    return node.op == "call_function" and node.target in _EMPTY_FUNCTIONS
+
+
+_PADS = {F.pad, torch._C._nn.pad, aten.pad.default, torch.constant_pad_nd, aten.constant_pad_nd.default}
+
+
+def read_pad(node: Node) -> PadCall | None:
+    """A constant pad with static widths that only grows its input."""
+    if node.op != "call_function" or node.target not in _PADS:
+        return None
+    constant = node.target in (torch.constant_pad_nd, aten.constant_pad_nd.default)
+    x, pad = _get(node, 0, "input", node.kwargs.get("self")), _get(node, 1, "pad")
+    mode = "constant" if constant else _get(node, 2, "mode", "constant")
+    value = _get(node, 2 if constant else 3, "value")
+    if not isinstance(x, Node) or mode != "constant" or not isinstance(pad, (tuple, list)):
+        return None
+    if not all(type(p) is int and p >= 0 for p in pad):
+        return None
+    if value is not None and not isinstance(value, (int, float)):
+        return None
+    return PadCall(x, tuple(pad), float(value or 0))
+
+
+def read_transpose(node: Any) -> Node | None:
+    """The 2-D tensor of which a node is the transposed view."""
+    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    found = tensor(source)
+    if found is None or found.dim() != 2:
+        return None
+    rest = tuple(node.args[1:])
+    if node.op == "call_method" and node.target == "t" and not rest:
+        return source
+    if node.op == "call_function" and node.target in (torch.t, aten.t.default):
+        return source
+    if node.op == "call_function" and node.target is getattr and rest in (("T",), ("mT",)):
+        return source
+    is_transpose = node.target in ("transpose", torch.transpose, aten.transpose.int)
+    if is_transpose and sorted(d % 2 for d in rest if isinstance(d, int)) == [0, 1]:
+        return source
+    return None
+
+
+def is_topk(node: Node) -> bool:
+    return node.target in ("topk", torch.topk, aten.topk.default)
+
+
+# Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter `w`.
+_VIEW_METHODS = {
+    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "bfloat16", "half", "detach",
+    "unsqueeze", "squeeze", "flatten", "unflatten", "narrow", "select", "expand", "__getitem__", "mT", "T",
+}  # fmt: skip
+_VIEW_FUNCTIONS = {operator.getitem, getattr, torch.t, torch.transpose, torch.permute, torch.reshape, torch.select}
+
+
+def weight_source(value: Any) -> Node | None:
+    """The placeholder that a weight argument comes from through views, casts and pads."""
+    while isinstance(value, Node) and value.op != "placeholder":
+        is_view = (value.op == "call_method" and value.target in _VIEW_METHODS) or (
+            value.op == "call_function" and (value.target in _VIEW_FUNCTIONS or value.target in _PADS)
+        )
+        value = value.args[0] if is_view and value.args else None
+    return value if isinstance(value, Node) else None

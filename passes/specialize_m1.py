@@ -1,0 +1,50 @@
+"""Call an op's M == 1 variant where M is statically 1, the shape of decode.
+
+    before: y = router_gemm(x [1, k], w)           after: y = router_gemm_m1(x [1, k], w)
+
+Dynamo compiles M == 1 into a graph of its own (0/1 specialisation), so this costs no guard and no recompile.
+Legal: the contract names a variant, and no node of the graph writes the weight: the variant may read weights
+before the PDL wait, which is unsound behind a kernel that has just written them.
+Bails: M is not 1 or not static; the weight has a writer in the graph.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from compile_ext.ops.contract import m_of
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.readers import OpCall, read_call
+from compile_ext.passes.values import bounds, tensor
+
+
+def specialize_m1(graph: Graph, ctx: PassContext) -> None:
+    for node in list(graph.nodes):
+        call = read_call(node)
+        if call is None or call.contract.m1_variant is None:
+            continue
+        assert call.contract.gemm is not None  # register_contract saw to it
+        ctx.entry(node, call.arguments[call.contract.gemm.b])
+        reason = ctx.stand_back(node) or _why_not(call, ctx)
+        if reason:
+            ctx.skipped(node, reason)
+            continue
+        call.rewrite(op=call.contract.m1_variant)
+        ctx.update_fake(node)
+        ctx.fired(node, f"M == 1: {call.contract.m1_variant._schema.name}")
+        ctx.entry(node)  # the report shows the op that the graph calls now
+
+
+def _why_not(call: OpCall, ctx: PassContext) -> str | None:
+    assert call.contract.gemm is not None
+    a = tensor(call.arguments[call.contract.gemm.a])
+    if a is None:
+        return "its activation is not a tensor"
+    low, high = bounds(m_of(a))
+    if (low, high) != (1, 1):
+        return f"M = {low}" if low == high else f"M is {low}..{'' if high is None else high}"
+    for name in call.contract.prewait_reads:
+        value = call.arguments[name]
+        if isinstance(value, Node) and ctx.is_written(value):
+            return f"the graph writes {name}"
+    return None
