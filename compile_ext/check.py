@@ -28,7 +28,9 @@ def checked(
     run: Callable[..., Any], original: GraphModule, ctx: PassContext, extra: list[Any]
 ) -> Callable[..., Any]:
     """``run``, with the comparison in front of its first call."""
-    pending = [(original, ctx)]  # dropped after the comparison: the context holds the first call's parameters
+    pending = [
+        (original, ctx)
+    ]  # dropped after the comparison: the context holds the first call's parameters
 
     def first_then_run(*args: Any) -> Any:
         if pending:

@@ -26,9 +26,12 @@ def _commands() -> None:
 @app.command()
 def demo(
     model: Annotated[
-        Model, typer.Option(help="a small random decoder, or the real checkpoint SmolLM2-135M-Instruct")
+        Model,
+        typer.Option(help="a small random decoder, or the real checkpoint SmolLM2-135M-Instruct"),
     ] = Model.decoder,
-    verbose: Annotated[bool, typer.Option("--verbose", help="print every site, as explain does")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="print every site, as explain does")
+    ] = False,
 ) -> None:
     """Generate with eager, torch.compile and compile_ext; compare, and say what each pass did."""
     console = Console()

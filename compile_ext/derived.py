@@ -60,7 +60,9 @@ class Constants:
         # Outside inference mode: a tensor made inside could not be refreshed outside it.
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if isinstance(source, FakeTensor) or source.is_inference():
-                return self.derivation(source)  # no stamp to see an update by: computed on each call
+                return self.derivation(
+                    source
+                )  # no stamp to see an update by: computed on each call
             key = id(source)
             constant = self._constants.get(key)
             if constant is None or constant.source() is not source:
@@ -82,7 +84,9 @@ class Constants:
 
     def _forget(self, key: int) -> None:
         constant = self._constants.get(key)
-        if constant is not None and constant.source() is None:  # not a newer tensor with the same id
+        if (
+            constant is not None and constant.source() is None
+        ):  # not a newer tensor with the same id
             self._constants.pop(key, None)
 
 

@@ -86,7 +86,9 @@ class Report:
             for f in self.fallbacks:
                 console.print(f"{f.kind}: {f.where}: {f.reason}", highlight=False, soft_wrap=True)
             if self.metrics_full:
-                console.print("Dynamo keeps its last compilations only; earlier frames may have fallen back too.")
+                console.print(
+                    "Dynamo keeps its last compilations only; earlier frames may have fallen back too."
+                )
         return capture.get().rstrip()
 
     def __rich__(self) -> Table:
@@ -211,13 +213,18 @@ def _names(target: Any) -> dict[int, str]:
     """id of each tensor that belongs to the target -> module path."""
     tensors: dict[int, str] = {}
     for prefix, module in _modules(target):
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
         for name, tensor in named:
             tensors.setdefault(id(tensor), _module_path(prefix + name))
         for path, child in module.named_modules():  # tensors that are plain attributes
             for name, value in vars(child).items():
                 if isinstance(value, Tensor):
-                    tensors.setdefault(id(value), _module_path(".".join(filter(None, (prefix + path, name)))))
+                    tensors.setdefault(
+                        id(value), _module_path(".".join(filter(None, (prefix + path, name))))
+                    )
     for name, value in _closure(target).items():
         if isinstance(value, Tensor):
             tensors.setdefault(id(value), name)
@@ -243,7 +250,11 @@ def _modules(target: Any) -> list[tuple[str, nn.Module]]:
     owner = getattr(target, "__self__", None)
     if isinstance(owner, nn.Module):  # torch.compile(model.forward)
         return [("", owner)]
-    return [(f"{n}.", getattr(v, "_orig_mod", v)) for n, v in _closure(target).items() if isinstance(v, nn.Module)]
+    return [
+        (f"{n}.", getattr(v, "_orig_mod", v))
+        for n, v in _closure(target).items()
+        if isinstance(v, nn.Module)
+    ]
 
 
 def _codes(target: Any) -> list[CodeType]:
@@ -262,12 +273,15 @@ def _belongs(record: records.GraphRecord, names: dict[int, str], codes: list[Cod
 
 def _inside(file: str | None, line: int | None, codes: list[CodeType]) -> bool:
     return any(
-        file == c.co_filename and line is not None and c.co_firstlineno <= line <= _last_line(c) for c in codes
+        file == c.co_filename and line is not None and c.co_firstlineno <= line <= _last_line(c)
+        for c in codes
     )
 
 
 def _last_line(code: CodeType) -> int:
-    return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return max(
+        (line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno
+    )
 
 
 def _fallbacks(

@@ -28,7 +28,9 @@ class BlockFp8Linear(nn.Module):
         quantized, scale = quantize_fp8_blocks(weight.detach())
         self.weight = nn.Parameter(quantized, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., k]`` bfloat16 -> ``[..., n]`` bfloat16."""
@@ -52,7 +54,9 @@ class ChannelFp8Linear(nn.Module):
         quantized, scale = quantize_fp8_per_token(weight.detach())
         self.weight = nn.Parameter(quantized, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        )
 
     def forward(self, x: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x [..., k]`` bfloat16, float16 or float32 -> ``[..., n]`` of out_dtype."""

@@ -95,7 +95,11 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         if attribute not in known:
             raise _unknown("Inductor option", name, [*OWN_OPTIONS, *known])
         wanted = type(known[attribute])
-        if known[attribute] is not None and wanted in (bool, int, str) and not isinstance(value, wanted):
+        if (
+            known[attribute] is not None
+            and wanted in (bool, int, str)
+            and not isinstance(value, wanted)
+        ):
             raise _bad(name, value, wanted.__name__)
         patches[attribute] = value
     return patches

@@ -18,7 +18,9 @@ def same(x: Size, y: Size) -> bool:
     """Whether two sizes are equal, or may be (symbolic and not known)."""
     if type(x) is int and type(y) is int:
         return x == y
-    from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads sympy, 0.2 s: not at import
+    from torch.fx.experimental.symbolic_shapes import (
+        guard_or_true,
+    )  # loads sympy, 0.2 s: not at import
 
     return bool(guard_or_true(x == y))
 
@@ -86,7 +88,10 @@ def shape_is(op: str, name: str, x: torch.Tensor, *allowed: tuple[Size, ...]) ->
             return
     wanted = " or ".join(str(list(s)) for s in allowed)
     raise ShapeError(
-        op, found=f"{name} of shape {list(x.shape)}", wanted=wanted, fix=f"reshape or rebuild {name}"
+        op,
+        found=f"{name} of shape {list(x.shape)}",
+        wanted=wanted,
+        fix=f"reshape or rebuild {name}",
     )
 
 

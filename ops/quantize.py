@@ -84,10 +84,8 @@ def dequantize_fp8_blocks(q: Tensor, scale: Tensor) -> Tensor:
     n, k = q.shape
     dtype_in("dequantize_fp8_blocks", "q", q, (FP8,))
     shape_is("dequantize_fp8_blocks", "scale", scale, (blocks_of(n), blocks_of(k)))
-    out = fp8_to_float32(q)
-    for rows, row_scale in zip(out.split(BLOCK), scale, strict=True):  # in place: no second [n, k] tensor
-        rows.mul_(row_scale.repeat_interleave(BLOCK)[:k])
-    return out
+    rows = scale.repeat_interleave(BLOCK, dim=1)[:, :k].repeat_interleave(BLOCK, dim=0)[:n]
+    return fp8_to_float32(q) * rows
 
 
 def fp8_to_float32(q: Tensor) -> Tensor:

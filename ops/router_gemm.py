@@ -1,6 +1,6 @@
 """The router of a mixture-of-experts layer: bfloat16 in, float32 logits out, never rounded in between.
 
-    D[..., n] = sum_k A[..., k] * B[n, k] + bias[n]
+D[..., n] = sum_k A[..., k] * B[n, k] + bias[n]
 """
 
 from __future__ import annotations

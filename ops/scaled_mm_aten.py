@@ -10,7 +10,12 @@ ALIGNMENT = 16  # elements; cuBLASLt refuses other N and K
 
 
 def why_not(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> str | None:
     if a.device.type != "cuda":
         return f"runs on CUDA, the tensors are on {a.device.type}"
@@ -31,7 +36,12 @@ def why_not(
 
 
 def run(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     m, n = a.shape[0], b.shape[0]
     if scale_a.numel() == 1 and scale_b.numel() == 1:  # per tensor on both sides

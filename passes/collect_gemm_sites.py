@@ -65,4 +65,5 @@ def _dtype(x: torch.Tensor) -> str:
 
 def _shape(call: OpCall, name: str | None) -> str:
     found = tensor(call.arguments[name]) if name else None
-    return "-" if found is None else "x".join(str(s) for s in found.shape) or "1"
+    # Only M is symbolic in a scale; Dynamo's own name for it differs from compilation to compilation.
+    return "-" if found is None else "x".join(str(s) if is_static(s) else "m" for s in found.shape) or "1"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from compile_ext.passes import derivation
-from compile_ext.passes.readers import op_name, weight_source
+from compile_ext.passes.readers import OpCall, op_name, weight_source
 from compile_ext.passes.report import Decision, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
-from compile_ext.passes.values import fake, fakes, needs_grad, storage, written_arguments
+from compile_ext.passes.values import fake, fakes, storage, written_arguments
 
 # Meta key of a node: why the passes must leave it alone (set before the first pass, see `regions.py`).
 STAND_BACK = "compile_ext_stand_back"
@@ -44,7 +47,9 @@ class PassContext:
     report: GraphReport = field(default_factory=GraphReport)
     derived: list[DerivedInput] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)  # new node -> node of the original graph
-    changed: set[str] = field(default_factory=set)  # nodes that hold something else under their old name
+    changed: set[str] = field(
+        default_factory=set
+    )  # nodes that hold something else under their old name
     pass_name: str = ""
 
     def __post_init__(self) -> None:
@@ -84,11 +89,8 @@ class PassContext:
     # ---- ask -------------------------------------------------------------------------------------
 
     def stand_back(self, node: Node) -> str | None:
-        """Why no pass may rewrite this node: autocast, or autograd records it."""
-        reason = node.meta.get(STAND_BACK)
-        if reason:
-            return str(reason)
-        return "it needs a gradient" if needs_grad(node) else None
+        """Why no pass may rewrite this node: autocast, or autograd records it (see ``regions.py``)."""
+        return node.meta.get(STAND_BACK)
 
     def root_inputs(self, value: Any) -> tuple[int, ...]:
         """Positions, among the root's inputs, of the tensors that a weight argument comes from."""
@@ -173,7 +175,12 @@ class PassContext:
     # ---- change ----------------------------------------------------------------------------------
 
     def insert(
-        self, before: Node, target: Callable[..., Any] | str, *args: Any, like: Node | None = None, **kwargs: Any
+        self,
+        before: Node,
+        target: Callable[..., Any] | str,
+        *args: Any,
+        like: Node | None = None,
+        **kwargs: Any,
     ) -> Node:
         """A new node in front of ``before``, with its fake result; ``like`` lends it its origin."""
         graph = before.graph
@@ -185,14 +192,24 @@ class PassContext:
         origin = (like or before).meta
         keep = ("nn_module_stack", "stack_trace", "source_fn_stack", STAND_BACK)
         node.meta.update({k: origin[k] for k in keep if k in origin})
-        self.update_fake(node)
+        self._update_fake(node)
         return node
 
-    def update_fake(self, node: Node) -> None:
-        """Compute the fake result of a node anew, after its arguments changed."""
+    def rewrite(self, call: OpCall, op: OpOverload | None = None, **changes: Any) -> None:
+        """Give a call other arguments, or another op of the same schema; what only it has read goes."""
+        before = call.node.all_input_nodes
+        call.rewrite(op, **changes)
+        self._update_fake(call.node)
+        for x in before:
+            if derivation.is_droppable(x):
+                self.drop(x)
+
+    def _update_fake(self, node: Node) -> None:
         args, kwargs = fakes(node.args), fakes(node.kwargs)
         mode = self._fake_mode()
-        with torch.no_grad(), mode, mode.shape_env.suppress_guards():
+        quiet = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
+        # Without the Python dispatcher, composite ops run in C++ and turn a symbolic M into a number.
+        with torch.no_grad(), enable_python_dispatcher(), mode, quiet:
             if node.op == "call_method":
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
@@ -229,7 +246,11 @@ class PassContext:
 
         Not ``eliminate_dead_code``: in a Dynamo graph that also removes ``x.add_(1)`` whose result nobody reads.
         """
-        if not isinstance(node, Node) or node.users or node.op in ("placeholder", "output", "get_attr"):
+        if (
+            not isinstance(node, Node)
+            or node.users
+            or node.op in ("placeholder", "output", "get_attr")
+        ):
             return
         if written_arguments(node):
             return
@@ -257,7 +278,9 @@ class PassContext:
             DERIVED: str(how),
         }
         if scope is self.scopes[0]:
-            from torch._dynamo.source import EphemeralSource  # loads all of Dynamo: not at import time
+            from torch._dynamo.source import (
+                EphemeralSource,
+            )  # loads all of Dynamo: not at import time
 
             name = f"compile_ext_derived_{len(self.derived)}"
             new = scope.add_placeholder(name, meta)

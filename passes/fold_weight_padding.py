@@ -68,10 +68,10 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext) -> None:
     if not any(grow.values()):
         ctx.skipped(node, f"N={sizes['n']}, K={sizes['k']} need no padding")
         return
-    widths = {
-        name: _widths(name, call.arguments[name], gemm, sizes, grow, call.contract.align)
-        for name in {n for d, a in call.contract.align.items() if grow[d] for n in a.pad}
-    }
+    align = call.contract.align
+    # In schema order, never in that of a set: the order of the extra inputs is part of the caches' key.
+    names = [x for x in call.arguments if any(grow[d] and x in a.pad for d, a in align.items())]
+    widths = {x: _widths(x, call.arguments[x], gemm, sizes, grow, align) for x in names}
     reason = ctx.stand_back(node) or next((w for w in widths.values() if isinstance(w, str)), None)
     source, _ = _matrix_source(call.arguments[gemm.b])
     reason = reason or ctx.why_not_derivable(source)
@@ -83,8 +83,7 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext) -> None:
         for name, w in widths.items()
         if isinstance(w, dict) and w
     }
-    call.rewrite(**changes)
-    ctx.update_fake(node)
+    ctx.rewrite(call, **changes)
     what = ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)
     ctx.fired(node, f"{what}: {', '.join(sorted(changes))} padded")
     if grow.get("n"):
@@ -146,6 +145,8 @@ def _padded(node: Node, value: Node, widths: Widths, ctx: PassContext) -> Node:
         at = 1 - axis if transposed else axis
         pad[2 * (rank - 1 - at) + 1] = extra
         fill = fill_value
+    while pad[-2:] == [0, 0]:  # F.pad counts from the last dimension: no width for those that stay
+        pad = pad[:-2]
     if ctx.why_not_derivable(source) is None:
         derived = ctx.derive(source, Pad(tuple(pad), fill))
         return ctx.insert(node, "t", derived) if transposed else derived
@@ -161,5 +162,3 @@ def _cut_output(node: Node, n: int, ctx: PassContext) -> None:
     whole = ctx.insert(following, "clone", cut, memory_format=torch.contiguous_format, like=node)
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not cut)
     ctx.stands_for(whole, node)
-
-

@@ -47,7 +47,9 @@ def _is_candidate(node: Node) -> bool:
 
 def _reads_in_float32(user: Node) -> bool:
     return read_cast(user) == torch.float32 or (
-        read_softmax(user) == torch.float32 and (x := tensor(user.args[0])) is not None and x.dtype != torch.float32
+        read_softmax(user) == torch.float32
+        and (x := tensor(user.args[0])) is not None
+        and x.dtype != torch.float32
     )
 
 
@@ -69,5 +71,3 @@ def _why_not(node: Node, linear: Linear) -> str | None:
 
 def _name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-

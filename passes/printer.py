@@ -62,6 +62,7 @@ def _type(node: Node, symbols: dict[str, str]) -> str:
     if not isinstance(value, Tensor):
         return ""
     dims = [
-        str(d) if type(d) is int else symbols.setdefault(str(d), f"s{len(symbols)}") for d in value.shape
+        str(d) if type(d) is int else symbols.setdefault(str(d), f"s{len(symbols)}")
+        for d in value.shape
     ]
     return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(dims)}]"

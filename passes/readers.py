@@ -103,16 +103,26 @@ def _bind(op: OpOverload, node: Node) -> dict[str, Any] | None:
     return bound
 
 
+def _calls(node: Node, targets: set[Any]) -> bool:
+    """Whether a node calls one of these functions; a packet (``torch.ops.aten.linear``) counts as its overload."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, OpOverloadPacket):
+        return any(getattr(target, name) in targets for name in target.overloads())
+    return target in targets
+
+
 def _get(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
-_LINEARS = {F.linear, torch._C._nn.linear, aten.linear, aten.linear.default}
+_LINEARS = {F.linear, torch._C._nn.linear, aten.linear.default}
 
 
 def read_linear(node: Node) -> Linear | None:
     """A linear layer without its module: ``F.linear(x, weight, bias)``."""
-    if node.op != "call_function" or node.target not in _LINEARS:
+    if not _calls(node, _LINEARS):
         return None
     x, weight = _get(node, 0, "input"), _get(node, 1, "weight")
     bias = _get(node, 2, "bias")
@@ -129,6 +139,9 @@ _CAST_METHODS = {
 }
 
 
+_CAST_FUNCTIONS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+
+
 def read_cast(node: Node) -> torch.dtype | None:
     """The dtype that a node converts its first argument to, where it does nothing else."""
     if node.op == "call_method" and isinstance(node.target, str):
@@ -136,9 +149,7 @@ def read_cast(node: Node) -> torch.dtype | None:
             return _CAST_METHODS[node.target]
         if node.target in ("to", "type"):
             return _only_dtype(node)
-    if node.op == "call_function" and node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):  # fmt: skip
-        return _only_dtype(node)
-    return None
+    return _only_dtype(node) if _calls(node, _CAST_FUNCTIONS) else None
 
 
 def _only_dtype(node: Node) -> torch.dtype | None:
@@ -154,8 +165,7 @@ _SOFTMAXES = {F.softmax, torch.softmax, aten.softmax.int}
 
 def read_softmax(node: Node) -> torch.dtype | None:
     """The dtype in which a softmax computes: its ``dtype`` argument, else that of its input."""
-    is_function = node.op == "call_function" and node.target in _SOFTMAXES
-    if not is_function and not (node.op == "call_method" and node.target == "softmax"):
+    if not _calls(node, _SOFTMAXES) and (node.op, node.target) != ("call_method", "softmax"):
         return None
     dtypes = [x for x in (*node.args[1:], node.kwargs.get("dtype")) if isinstance(x, torch.dtype)]
     if dtypes:
@@ -179,7 +189,7 @@ def is_fill(node: Any) -> bool:
         return False
     if node.op == "call_method":
         return node.target in _FILL_METHODS - {"new_empty"}
-    return node.op == "call_function" and node.target in _FILL_FUNCTIONS
+    return _calls(node, _FILL_FUNCTIONS)
 
 
 def is_empty(node: Any) -> bool:
@@ -188,17 +198,18 @@ def is_empty(node: Any) -> bool:
         return False
     if node.op == "call_method":
         return node.target == "new_empty"
-    return node.op == "call_function" and node.target in _EMPTY_FUNCTIONS
+    return _calls(node, _EMPTY_FUNCTIONS)
 
 
-_PADS = {F.pad, torch._C._nn.pad, aten.pad.default, torch.constant_pad_nd, aten.constant_pad_nd.default}
+_PADS = {F.pad, torch._C._nn.pad, aten.pad.default}
+_CONSTANT_PADS = {torch.constant_pad_nd, aten.constant_pad_nd.default}  # no mode argument
 
 
 def read_pad(node: Node) -> PadCall | None:
     """A constant pad with static widths that only grows its input."""
-    if node.op != "call_function" or node.target not in _PADS:
+    if not _calls(node, _PADS | _CONSTANT_PADS):
         return None
-    constant = node.target in (torch.constant_pad_nd, aten.constant_pad_nd.default)
+    constant = _calls(node, _CONSTANT_PADS)
     x, pad = _get(node, 0, "input", node.kwargs.get("self")), _get(node, 1, "pad")
     mode = "constant" if constant else _get(node, 2, "mode", "constant")
     value = _get(node, 2 if constant else 3, "value")
@@ -222,18 +233,18 @@ def read_transpose(node: Any) -> Node | None:
     rest = tuple(node.args[1:])
     if node.op == "call_method" and node.target == "t" and not rest:
         return source
-    if node.op == "call_function" and node.target in (torch.t, aten.t.default):
+    if _calls(node, {torch.t, aten.t.default}):
         return source
     if node.op == "call_function" and node.target is getattr and rest in (("T",), ("mT",)):
         return source
-    is_transpose = node.target in ("transpose", torch.transpose, aten.transpose.int)
+    is_transpose = node.target == "transpose" or _calls(node, {torch.transpose, aten.transpose.int})
     if is_transpose and sorted(d % 2 for d in rest if isinstance(d, int)) == [0, 1]:
         return source
     return None
 
 
 def is_topk(node: Node) -> bool:
-    return node.target in ("topk", torch.topk, aten.topk.default)
+    return node.target == "topk" or _calls(node, {torch.topk, aten.topk.default})
 
 
 # Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter `w`.
@@ -241,14 +252,22 @@ _VIEW_METHODS = {
     "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "bfloat16", "half", "detach",
     "unsqueeze", "squeeze", "flatten", "unflatten", "narrow", "select", "expand", "__getitem__", "mT", "T",
 }  # fmt: skip
-_VIEW_FUNCTIONS = {operator.getitem, getattr, torch.t, torch.transpose, torch.permute, torch.reshape, torch.select}
+_VIEW_FUNCTIONS = {
+    operator.getitem,
+    getattr,
+    torch.t,
+    torch.transpose,
+    torch.permute,
+    torch.reshape,
+    torch.select,
+}
 
 
 def weight_source(value: Any) -> Node | None:
     """The placeholder that a weight argument comes from through views, casts and pads."""
     while isinstance(value, Node) and value.op != "placeholder":
         is_view = (value.op == "call_method" and value.target in _VIEW_METHODS) or (
-            value.op == "call_function" and (value.target in _VIEW_FUNCTIONS or value.target in _PADS)
+            _calls(value, _VIEW_FUNCTIONS | _PADS | _CONSTANT_PADS)
         )
         value = value.args[0] if is_view and value.args else None
     return value if isinstance(value, Node) else None

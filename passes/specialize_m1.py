@@ -29,8 +29,7 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
         if reason:
             ctx.skipped(node, reason)
             continue
-        call.rewrite(op=call.contract.m1_variant)
-        ctx.update_fake(node)
+        ctx.rewrite(call, op=call.contract.m1_variant)
         ctx.fired(node, f"M == 1: {call.contract.m1_variant._schema.name}")
         ctx.entry(node)  # the report shows the op that the graph calls now
 

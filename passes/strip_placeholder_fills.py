@@ -18,7 +18,6 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.derivation import is_droppable
 from compile_ext.passes.readers import OpCall, is_empty, is_fill, read_call
 from compile_ext.passes.values import fakes, is_static, storage, tensor
 
@@ -51,11 +50,9 @@ def _strip_argument(call: OpCall, name: str, ctx: PassContext) -> None:
         ctx.skipped(call.node, reason)
         return
     replacement = None if _is_optional(call, name) else _empty_like(call.node, value, ctx)
-    call.rewrite(**{name: replacement})
+    ctx.rewrite(call, **{name: replacement})
     became = "None" if replacement is None else "uninitialised"
     ctx.fired(call.node, f"{name} is not read: {became}")
-    if is_droppable(value):
-        ctx.drop(value)
 
 
 def _is_optional(call: OpCall, name: str) -> bool:

@@ -52,21 +52,20 @@ def bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     return (int(found.lower) if found.lower.is_Integer else 0), upper
 
 
-def needs_grad(node: Node) -> bool:
-    """Whether autograd records this node (its fake was made under the grad mode of its place)."""
+def requires_grad(node: Node) -> bool:
+    """What the fake says. Under no_grad that alone proves nothing: the fake of ``F.pad(parameter)`` says True."""
     found = fake(node)
     leaves = found if isinstance(found, (tuple, list)) else (found,)
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
-# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd.
-_INPLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in (
-        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
-        "ilshift", "irshift", "imatmul", "setitem",
-    )
-}  # fmt: skip
+# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method __iadd__.
+_INPLACE_NAMES = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
+    *("ilshift", "irshift", "imatmul", "setitem"),
+)
+_INPLACE_OPERATORS = {getattr(operator, name) for name in _INPLACE_NAMES}
+_INPLACE_METHODS = {f"__{name}__" for name in _INPLACE_NAMES}
 
 
 def written_arguments(node: Node) -> list[Node]:
@@ -74,7 +73,7 @@ def written_arguments(node: Node) -> list[Node]:
     written: list[Any] = []
     if node.op == "call_method":
         name = str(node.target)
-        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+        if (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS:
             written.append(node.args[0])
     elif node.op == "call_function":
         target = node.target
@@ -87,7 +86,9 @@ def written_arguments(node: Node) -> list[Node]:
             getattr(target, "__module__", "") == "torch.nn.functional" and True in node.args[1:]
         ):
             written += node.args[:1]
-        elif name == "triton_kernel_wrapper_mutation":  # a user's Triton kernel: any pointer may be written
+        elif (
+            name == "triton_kernel_wrapper_mutation"
+        ):  # a user's Triton kernel: any pointer may be written
             written += node.all_input_nodes
     elif node.op == "call_module":
         written += node.all_input_nodes
@@ -110,7 +111,9 @@ def _written_by_schema(
         else [getattr(target, name) for name in target.overloads()]
     )
     written: list[Any] = []
-    for overload in overloads:  # of a packet any overload may be meant: take what any of them writes
+    for (
+        overload
+    ) in overloads:  # of a packet any overload may be meant: take what any of them writes
         for i, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -63,7 +63,12 @@ class Comparison:
 
 
 def record(
-    model: Cached, forward: Forward, prompt: Tensor, new_tokens: int, stop: Sequence[int] = (), routers: Sequence[nn.Module] = ()
+    model: Cached,
+    forward: Forward,
+    prompt: Tensor,
+    new_tokens: int,
+    stop: Sequence[int] = (),
+    routers: Sequence[nn.Module] = (),
 ) -> Trace:
     """Run eager greedily; ``routers`` are modules with ``weight``, ``top_k`` and the hidden state as input."""
     trace = Trace()

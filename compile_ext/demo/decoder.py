@@ -106,7 +106,9 @@ class Router(nn.Module):
     def __init__(self, c: Config, g: torch.Generator) -> None:
         super().__init__()
         self.top_k = c.experts_per_token
-        weight = _weight(c.experts, c.hidden, g) * 4  # decisive: top-2 scores seldom lie within rounding
+        weight = (
+            _weight(c.experts, c.hidden, g) * 4
+        )  # decisive: top-2 scores seldom lie within rounding
         self.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,4 +164,6 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x), torch.float32)
 
     def caches(self) -> list[Tensor]:
-        return [c for layer in self.layers for c in (layer.attention.k_cache, layer.attention.v_cache)]
+        return [
+            c for layer in self.layers for c in (layer.attention.k_cache, layer.attention.v_cache)
+        ]

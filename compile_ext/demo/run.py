@@ -43,11 +43,12 @@ class Way:
 def run_decoder(console: Console, verbose: bool) -> bool:
     """The random decoder. Returns whether every comparison held."""
     torch.manual_seed(0)
+    model = (
+        Decoder()
+    )  # outside inference mode: a weight made inside has no version counter to see updates by
     with _progress(console) as progress, torch.inference_mode():
-        task = progress.add_task("building the decoder", total=None)
-        model = Decoder()
+        task = progress.add_task("eager", total=None)
         prompt = torch.randint(0, model.c.vocab, (PROMPT_TOKENS,))
-        progress.update(task, description="eager")
         routers = [m for m in model.modules() if isinstance(m, Router)]
         trace = record(model, model, prompt, NEW_TOKENS, routers=routers)
         tolerance = TOLERANCE * float(torch.stack(trace.logits).std())
@@ -57,7 +58,9 @@ def run_decoder(console: Console, verbose: bool) -> bool:
             compiled = _compile(model, backend)
             start = time.perf_counter()
             comparison = compare(model, compiled, trace, tolerance, DECIDED)
-            ways.append(_measure(name, model, compiled, trace, comparison, time.perf_counter() - start))
+            ways.append(
+                _measure(name, model, compiled, trace, comparison, time.perf_counter() - start)
+            )
         report = explain(model)
     _show(console, report, ways, verbose)
     return _verdict(console, ways)
@@ -72,7 +75,12 @@ def _compile(model: nn.Module, backend: str) -> Forward:
 
 
 def _measure(
-    name: str, model: Cached, forward: Forward, trace: Trace, comparison: Comparison | None, first: float = 0.0
+    name: str,
+    model: Cached,
+    forward: Forward,
+    trace: Trace,
+    comparison: Comparison | None,
+    first: float = 0.0,
 ) -> Way:
     """Decode again, free-running on the trace's tokens, and count the kernels of one step."""
     steps = list(zip(trace.tokens, trace.positions, strict=True))[1:]
@@ -94,7 +102,14 @@ def _show(console: Console, report: Report, ways: list[Way], verbose: bool) -> N
         console.print(report)
     console.print(_passes_table(report))
     table = Table(title="decoding one token a step")
-    for column in ("", "compile + first run, s", "tokens/s", "kernels a step", "max logit difference", "tokens equal"):
+    for column in (
+        "",
+        "compile + first run, s",
+        "tokens/s",
+        "kernels a step",
+        "max logit difference",
+        "tokens equal",
+    ):
         table.add_column(column, justify="right" if column else "left")
     for way in ways:
         c = way.comparison
@@ -124,7 +139,9 @@ def _passes_table(report: Report) -> Table:
                 examples.setdefault(d.pass_name, f"{row.module}: {d.detail}")
         if row.site:
             fired["collect_gemm_sites"] += 1
-            examples.setdefault("collect_gemm_sites", f"{row.module}: {row.op}, N={row.site.n}, K={row.site.k}")
+            examples.setdefault(
+                "collect_gemm_sites", f"{row.module}: {row.op}, N={row.site.n}, K={row.site.k}"
+            )
     table = Table(title="what the passes did")
     for column in ("pass", "fired", "left alone", "for example"):
         table.add_column(column, justify="right" if column in ("fired", "left alone") else "left")
@@ -140,9 +157,11 @@ def _verdict(console: Console, ways: list[Way]) -> bool:
         if c is None:
             continue
         ok &= c.ok
-        skipped = f", {c.steps - c.compared} steps with undecided routing left out" if c.steps > c.compared else ""
+        skipped = (
+            f", {c.steps - c.compared} steps with undecided routing left out"
+            if c.steps > c.compared
+            else ""
+        )
         state = "agrees with eager" if c.ok else "DIFFERS from eager"
         console.print(f"{way.name} {state}: {c.compared} of {c.steps} steps compared{skipped}")
     return ok
-
-

@@ -1,0 +1,432 @@
+"""fold_weight_padding: padding of weights becomes derived constants; outputs keep eager's strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import compile_ext
+from compile_ext.backend import compile_ext_backend
+from compile_ext.derived import constants
+from compile_ext.passes.derivation import Pad
+
+# Sums of at most 16 products of size ~10, in another order: some units in the last place of float32 (2^-23 * 16).
+ROUNDING = 1e-5
+
+PASS = "fold_weight_padding"
+ops = torch.ops.compile_ext_tests
+
+# Each spelling calls the third-party op on (x, w, scale, bias) with N = 6, K = 6: both break its alignment.
+SPELLINGS = {
+    "packet": lambda x, w, s, b: ops.gemm(x, w, s, b, True),
+    "overload": lambda x, w, s, b: ops.gemm.default(x, w, s, b, True),
+    "keyword": lambda x, w, s, b: ops.gemm(x=x, w=w, scale=s, bias=b, quantized=True),
+    "mixed": lambda x, w, s, b: ops.gemm(x, w, quantized=True, bias=b, scale=s),
+}
+
+
+class Gemm(nn.Module):
+    def __init__(self, call: Any, n: int = 6, k: int = 6, scale: tuple[int, ...] = (6,)) -> None:
+        super().__init__()
+        self.call = call
+        self.w = nn.Parameter(torch.randn(n, k))
+        self.s = nn.Parameter(torch.rand(scale) + 0.5)
+        self.b = nn.Parameter(torch.randn(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.w, self.s, self.b)
+
+
+class HandPad(nn.Module):
+    """Pads its weight on each call, as a wrapper around a kernel does."""
+
+    def __init__(self, pad: Any) -> None:
+        super().__init__()
+        self.pad = pad
+        self.w = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.pad(self.w))
+
+
+@pytest.mark.parametrize("call", SPELLINGS.values(), ids=SPELLINGS)
+def test_alignment_in_every_spelling(rewrite: Any, call: Any) -> None:
+    got = rewrite(Gemm(call), torch.randn(5, 6), tolerance=ROUNDING)
+    assert got.of(PASS) == [(True, "N 6 -> 8, K 6 -> 8: bias, scale, w, x padded")]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg3: float32[5, 6]
+arg4: float32[8, 8] = pad([0, 2, 0, 2], 0)
+arg5: float32[8] = pad([0, 2], 1)
+arg6: float32[8] = pad([0, 2], 0)
+%0: float32[5, 8] = pad(arg3, [0, 2], value=0)
+%1: float32[5, 8] = compile_ext_tests::gemm(%0, arg4, arg5, arg6, True)
+%2: float32[5, 6] = getitem(%1, [Ellipsis, slice(None, 6, None)])
+%3: float32[5, 6] = .clone(%2, memory_format=contiguous_format)
+return [%3]""",
+    )
+
+
+def test_dynamic_m_makes_one_graph(rewrite: Any) -> None:
+    model = Gemm(SPELLINGS["packet"])
+    x = torch.randn(5, 6)
+    torch._dynamo.mark_dynamic(x, 0)
+    got = rewrite(model, x, tolerance=ROUNDING)
+    assert_expected_inline(
+        got.graph,
+        """\
+arg4: float32[s0, 6]
+arg5: float32[8, 8] = pad([0, 2, 0, 2], 0)
+arg6: float32[8] = pad([0, 2], 1)
+arg7: float32[8] = pad([0, 2], 0)
+%0: float32[s0, 8] = pad(arg4, [0, 2], value=0)
+%1: float32[s0, 8] = compile_ext_tests::gemm(%0, arg5, arg6, arg7, True)
+%2: float32[s0, 6] = getitem(%1, [Ellipsis, slice(None, 6, None)])
+%3: float32[s0, 6] = .clone(%2, memory_format=contiguous_format)
+return [%3]""",
+    )
+    with torch.no_grad():
+        compiled = torch.compile(
+            model, backend="compile_ext", options={"compile_ext.inner": "eager"}
+        )
+        for m in (3, 9):
+            x = torch.randn(m, 6)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=ROUNDING)
+    assert len(got.modules) == 1
+
+
+HAND_PADS = {
+    "F.pad": lambda w: F.pad(w, (0, 0, 0, 2)),
+    "keyword": lambda w: F.pad(w, pad=(0, 0, 0, 2), mode="constant", value=0.0),
+    "value": lambda w: F.pad(w, (0, 0, 0, 2), value=1.5),
+    "list": lambda w: F.pad(w, [0, 0, 0, 2]),
+    "constant_pad_nd": lambda w: torch.constant_pad_nd(w, [0, 0, 0, 2], 0),
+    "aten": lambda w: torch.ops.aten.constant_pad_nd.default(w, [0, 0, 0, 2]),
+    "aten packet": lambda w: torch.ops.aten.constant_pad_nd(w, [0, 0, 0, 2], 2.0),
+}
+
+
+@pytest.mark.parametrize("pad", HAND_PADS.values(), ids=HAND_PADS)
+def test_hand_written_pad_in_every_spelling(rewrite: Any, pad: Any) -> None:
+    model = HandPad(pad)
+    got = rewrite(model, torch.randn(5, 8))
+    assert [fired for fired, _ in got.of(PASS)] == [True]
+    assert [n.target for n in got.modules[-1].graph.nodes if n.op == "call_function"] == [
+        torch._C._nn.linear
+    ]
+
+
+def test_hand_written_pad_graph(rewrite: Any) -> None:
+    got = rewrite(HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8))
+    assert_expected_inline(
+        got.graph,
+        """\
+arg1: float32[5, 8]
+arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
+%0: float32[5, 8] = linear(arg1, arg2)
+return [%0]""",
+    )
+
+
+def test_hand_pad_then_alignment_is_one_constant(rewrite: Any) -> None:
+    class Both(Gemm):
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.gemm(x, F.pad(self.w, (0, 0, 0, 4)), None, None, False)
+
+    got = rewrite(Both(None, n=6, k=8), torch.randn(5, 8), tolerance=ROUNDING)
+    assert_expected_inline(
+        got.graph,
+        """\
+arg1: float32[5, 8]
+arg3: float32[16, 8] = pad([0, 0, 0, 4], 0) then pad([0, 0, 0, 6], 0)
+%0: float32[5, 16] = compile_ext_tests::gemm(arg1, arg3, None, None, False)
+%1: float32[5, 10] = getitem(%0, [Ellipsis, slice(None, 10, None)])
+%2: float32[5, 10] = .clone(%1, memory_format=contiguous_format)
+return [%2]""",
+    )
+
+
+def test_transposed_weight_stays_column_major(rewrite: Any) -> None:
+    class ColumnMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.gemm_nn(x, self.w.t(), x)
+
+    got = rewrite(ColumnMajor(), torch.randn(5, 8), tolerance=ROUNDING)
+    assert_expected_inline(
+        got.graph,
+        """\
+arg1: float32[5, 8]
+arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
+%0: float32[8, 8] = .t(arg2)
+%1: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, %0, arg1)
+%2: float32[5, 6] = getitem(%1, [Ellipsis, slice(None, 6, None)])
+%3: float32[5, 6] = .clone(%2, memory_format=contiguous_format)
+return [%3]""",
+    )
+    stored = Pad((0, 2), 0.0)(torch.randn(6, 8).t())  # a [k, n] weight that is stored column-major
+    assert stored.shape == (8, 8)
+    assert stored.stride() == (1, 8)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (1,), ()], ids=str)
+def test_scale_of_every_form(rewrite: Any, shape: tuple[int, ...]) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor, b: Tensor) -> Tensor:
+        return ops.gemm(x, w, s if s.dim() < 2 else s[:, 0], b, True)
+
+    got = rewrite(Gemm(call, scale=shape), torch.randn(5, 6), tolerance=ROUNDING)
+    fired, detail = got.of(PASS)[0]
+    assert fired
+    assert ("scale" in detail) == (shape in [(6,), (6, 1)])
+
+
+def test_two_dimensional_scale_is_padded_with_ones() -> None:
+    op = compile_ext.ops.scaled_mm
+    a, scale_a = compile_ext.ops.quantize_fp8_per_token(torch.randn(3, 16))
+    w, scale_b = compile_ext.ops.quantize_fp8_per_token(torch.randn(5, 16))
+    weight, scale = nn.Parameter(w, requires_grad=False), nn.Parameter(scale_b)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(
+            lambda x: op(x, weight, scale_a, scale),
+            backend="compile_ext",
+            options={"compile_ext.inner": "eager"},
+        )
+        assert torch.equal(compiled(a), op(a, weight, scale_a, scale))
+    padded = constants(Pad((0, 0, 0, 11), 1.0))(scale)
+    assert padded.shape == (16, 1)
+    assert padded[5:].tolist() == [[1.0]] * 11
+
+
+class Reader(nn.Module):
+    """A GEMM with N = 6 whose output goes into ``read``."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.read = read
+        self.w = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(ops.gemm(x, self.w, None, None, False))
+
+
+READERS = {
+    "output": lambda y: y,
+    "view": lambda y: y.view(-1),
+    "as_strided": lambda y: y.as_strided((3, 2), (2, 1)),
+    "opaque op": lambda y: ops.gemm(y, y, None, None, False),
+    "pointwise": lambda y: y * 2,
+    "two outputs": lambda y: (y, y.t()),
+}
+
+
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_readers_see_eagers_strides(rewrite: Any, read: Any, m: int, inner: str) -> None:
+    got = rewrite(
+        Reader(read), torch.randn(m, 8), tolerance=ROUNDING, options={"compile_ext.inner": inner}
+    )
+    assert got.of(PASS)[0] == (True, "N 6 -> 8: w padded")
+
+
+def test_reader_after_a_graph_break(rewrite: Any) -> None:
+    def read(y: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return y.view(-1)
+
+    got = rewrite(Reader(read), torch.randn(5, 8), tolerance=ROUNDING)
+    assert len(got.modules) == 2
+    assert got.of(PASS)[0][0]
+
+
+def test_inside_cond_and_checkpoint(rewrite: Any) -> None:
+    class Branches(HandPad):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(
+                x.sum() > 0,
+                lambda x: F.linear(x, self.pad(self.w)),
+                lambda x: F.linear(x, self.w.repeat(2, 1)[:8]) * 2,
+                (x,),
+            )
+
+    got = rewrite(Branches(HAND_PADS["F.pad"]), torch.ones(5, 8))
+    assert got.of(PASS) == [(True, "pad([0, 0, 0, 2], 0) of a parameter is a derived constant")]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[5, 8]
+arg1: float32[6, 8]
+arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
+%0: float32[] = .sum(arg0)
+%1: bool[] = gt(%0, 0)
+%2 = body:
+    arg1: float32[5, 8]
+    arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
+    %0: float32[5, 8] = linear(arg1, arg2)
+    return [%0]
+%3 = body:
+    arg0: float32[6, 8]
+    arg1: float32[5, 8]
+    %0: float32[12, 8] = .repeat(arg0, 2, 1)
+    %1: float32[8, 8] = getitem(%0, slice(None, 8, None))
+    %2: float32[5, 8] = linear(arg1, %1)
+    %3: float32[5, 8] = mul(%2, 2)
+    return [%3]
+%4 = cond(%1, %2, %3, [arg1, arg0, arg2])
+%5: float32[5, 8] = getitem(%4, 0)
+return [%5]""",
+    )
+
+    class Checkpointed(Gemm):
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    got = rewrite(Checkpointed(SPELLINGS["packet"]), torch.randn(5, 6), tolerance=ROUNDING)
+    assert "derived" not in got.of(PASS)[-1][1]
+    assert got.of(PASS)[-1][0]
+
+
+def test_shared_subgraph_gets_each_callers_weight(rewrite: Any) -> None:
+    @torch.compiler.nested_compile_region
+    def region(x: Tensor, w: Tensor) -> Tensor:
+        return ops.gemm(x, w, None, None, False)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ParameterList(torch.randn(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for w in self.layers:
+                x = region(x, w)
+            return x
+
+    got = rewrite(Two(), torch.randn(5, 6), tolerance=ROUNDING)
+    assert all(fired for fired, _ in got.of(PASS))
+
+
+def test_layer_compile_one_graph_for_eight_layers() -> None:
+    torch._dynamo.reset()
+    layers = [Gemm(SPELLINGS["packet"]) for _ in range(8)]
+    calls = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        calls.append(gm)
+        return compile_ext_backend(gm, inputs, options={"compile_ext.inner": "eager"})
+
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        for layer in layers:
+            layer.compile(backend=backend)
+        for layer in layers:
+            torch.testing.assert_close(layer(x), Gemm.forward(layer, x), rtol=0, atol=ROUNDING)
+        assert len(calls) == 1
+        table = constants(Pad((0, 2, 0, 2), 0.0))
+        before = table.refreshes
+        for _ in range(3):
+            for layer in layers:
+                layer(x)
+        assert table.refreshes == before  # steady state: nothing is padded again
+        layers[3].w.mul_(2)
+        torch.testing.assert_close(layers[3](x), Gemm.forward(layers[3], x), rtol=0, atol=ROUNDING)
+        assert table.refreshes == before + 1
+
+
+def test_idempotent(rewrite: Any) -> None:
+    got = rewrite(Gemm(SPELLINGS["packet"]), torch.randn(5, 6), tolerance=ROUNDING)
+    from compile_ext.passes import PassContext, run_passes
+
+    before = got.graph
+    again = PassContext(got.modules[-1], [torch.randn(1)] * 9)
+    run_passes(again)
+    assert got.graph == before
+
+
+def test_not_when_aligned(rewrite: Any) -> None:
+    got = rewrite(Gemm(SPELLINGS["packet"], n=8, k=8, scale=(8,)), torch.randn(5, 8))
+    assert got.of(PASS) == [(False, "N=8, K=8 need no padding")]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg1: float32[8]
+arg2: float32[8]
+arg3: float32[5, 8]
+%0: float32[5, 8] = compile_ext_tests::gemm(arg3, arg0, arg1, arg2, True)
+return [%0]""",
+    )
+
+
+def test_not_a_computed_weight(rewrite: Any) -> None:
+    got = rewrite(
+        lambda x, w: ops.gemm(x, w * 2, None, None, False), torch.randn(5, 6), torch.randn(6, 6)
+    )
+    assert got.of(PASS) == [(False, "it is computed in the graph, not a parameter or buffer")]
+
+
+def test_not_an_activation_weight(rewrite: Any) -> None:
+    got = rewrite(
+        lambda x, w: ops.gemm(x, w, None, None, False), torch.randn(5, 6), torch.randn(6, 6)
+    )
+    assert got.of(PASS) == [(False, "it is an input of the call, not a parameter or buffer")]
+
+
+def test_not_a_weight_that_the_graph_writes(rewrite: Any) -> None:
+    class Writes(HandPad):
+        def forward(self, x: Tensor) -> Tensor:
+            self.w[0].zero_()  # through a view
+            return super().forward(x)
+
+    got = rewrite(Writes(HAND_PADS["F.pad"]), torch.randn(5, 8))
+    assert got.of(PASS) == [(False, "the graph writes it")]
+
+
+def test_not_when_a_gradient_is_needed(rewrite: Any) -> None:
+    got = rewrite(HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8), grad=True)
+    assert got.of(PASS) == [(False, "it needs a gradient")]
+
+
+def test_not_under_autocast(rewrite: Any) -> None:
+    class Autocast(HandPad):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    got = rewrite(Autocast(HAND_PADS["F.pad"]), torch.randn(5, 8))
+    assert got.of(PASS) == [(False, "it is inside an autocast region")]
+
+
+def test_not_an_ambiguous_scale(rewrite: Any) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor, b: Tensor) -> Tensor:
+        return ops.gemm(x, w, s, None, False)
+
+    got = rewrite(Gemm(call, scale=(6, 6)), torch.randn(5, 6))
+    assert got.of(PASS) == [(False, "scale of shape [6, 6] has no single axis of 6 for N")]
+
+
+def test_not_an_inference_tensor(rewrite: Any) -> None:
+    with torch.inference_mode():
+        model = HandPad(HAND_PADS["F.pad"])
+        x = torch.randn(5, 8)
+    with torch.inference_mode():
+        got = rewrite(model, x)
+    assert got.of(PASS) == [
+        (False, "it is an inference tensor: without a version counter an update could not be seen")
+    ]
+
+
+def test_switched_off(rewrite: Any) -> None:
+    got = rewrite(
+        HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8), options={"compile_ext.disable": [PASS]}
+    )
+    assert got.of(PASS) == []
