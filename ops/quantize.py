@@ -32,7 +32,7 @@ def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     rank_is("quantize_fp8_per_token", "x", x, 2)
     x = x.float()
     scale = _scale(x.abs().amax(dim=-1, keepdim=True))
-    return _to_fp8(x / scale), scale
+    return _to_fp8(x / scale).contiguous(), scale  # of a transposed x too: scaled_mm needs rows
 
 
 def quantize_fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
