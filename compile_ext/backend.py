@@ -110,6 +110,7 @@ def _place(gm: GraphModule) -> records.Place | None:
 
 def _reset() -> None:
     """``torch._dynamo.reset()`` calls this: CUDA graphs of dropped compilations go too."""
+    records.note_reset()
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None and torch.cuda.is_initialized():
         trees.reset_cudagraph_trees()

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compile_ext.ops.errors import CheckError
 from compile_ext.passes import PassContext
+from compile_ext.passes.context import module_hint
 from compile_ext.passes.readers import is_empty, op_name, read_call
 
 # A rewrite may drop a rounding to bfloat16 (2^-9 relative) or add the same sum in another order; elements near zero
@@ -50,7 +51,7 @@ def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[
         recorded = _Recorder(original)
         recorded.run(*_arguments(ctx, args))
         torch.random.set_rng_state(state)
-        _Comparer(ctx, recorded.values).run(*_arguments(ctx, args), *constants)
+        _Comparer(ctx, recorded).run(*_arguments(ctx, args), *constants)
 
 
 def _arguments(ctx: PassContext, args: Any) -> list[Any]:
@@ -68,6 +69,7 @@ class _Recorder(Interpreter):
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.values: dict[str, Any] = {}
+        self.names = {n.name: f"{op_name(n.target)} in {module_hint(n)}" for n in module.graph.nodes}
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
@@ -79,42 +81,46 @@ class _Recorder(Interpreter):
 class _Comparer(Interpreter):
     """Runs the rewritten graph and compares each node that stands for one of the original."""
 
-    def __init__(self, ctx: PassContext, values: dict[str, Any]) -> None:
+    def __init__(self, ctx: PassContext, original: _Recorder) -> None:
         super().__init__(ctx.root)
-        self.ctx, self.values = ctx, values
+        self.ctx, self.original = ctx, original
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if n.op in ("placeholder", "output") or n.name in self.ctx.changed or is_empty(n):
             return value
         rewritten = n.name in self.ctx.replaced or read_call(n) is not None
-        expected = self.values.get(self.ctx.replaced.get(n.name, n.name))
+        name = self.ctx.replaced.get(n.name, n.name)
+        expected = self.original.values.get(name)
         if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            self._compare(n, value, expected)
+            _compare(self.original.names[name], value, expected)
             if rewritten:
                 value.copy_(expected)
         return value
 
-    def _compare(self, n: Node, value: Tensor, expected: Tensor) -> None:
-        where = f"{op_name(n.target)} ({n.name})"
-        if value.shape != expected.shape or value.stride() != expected.stride():
-            raise CheckError(
-                f"compile_ext.check: {where}",
-                found=f"shape {list(value.shape)}, strides {list(value.stride())}",
-                wanted=f"shape {list(expected.shape)}, strides {list(expected.stride())}, as before the passes",
-                fix="report it, and leave the pass out with compile_ext.disable",
-            )
-        got, want = value.double(), expected.double()
-        limit = RELATIVE * want.abs() + ABSOLUTE_OF_MAX * _largest(want)
-        wrong = ~((got - want).abs() <= limit) & ~(got.isnan() & want.isnan()) & (got != want)
-        if wrong.any():
-            at = tuple(int(i) for i in wrong.nonzero()[0])
-            raise CheckError(
-                f"compile_ext.check: {where}",
-                found=f"{float(got[at]):.6g} at {list(at)}; {int(wrong.sum())} of {wrong.numel()} elements differ",
-                wanted=f"{float(want[at]):.6g}, as before the passes",
-                fix="report it, and leave the pass out with compile_ext.disable",
-            )
+
+def _compare(site: str, value: Tensor, expected: Tensor) -> None:
+    fix = "report it, and leave the pass out with compile_ext.disable"
+    if value.shape != expected.shape or value.stride() != expected.stride():
+        raise CheckError(
+            f"compile_ext.check: {site}",
+            found=f"shape {list(value.shape)}, strides {list(value.stride())}",
+            wanted=f"shape {list(expected.shape)}, strides {list(expected.stride())} as before",
+            fix=fix,
+        )
+    got, want = value.double(), expected.double()
+    limit = RELATIVE * want.abs() + ABSOLUTE_OF_MAX * _largest(want)
+    both_nan = got.isnan() & want.isnan()
+    wrong = ~((got - want).abs() <= limit) & ~both_nan & (got != want)
+    if wrong.any():
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+        raise CheckError(
+            f"compile_ext.check: {site}",
+            found=f"{float(got[at]):.6g} at {list(at)}; {count}",
+            wanted=f"{float(want[at]):.6g} as before",
+            fix=fix,
+        )
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from compile_ext.passes import Decision, Site
 from compile_ext.passes.report import Entry
 
 if TYPE_CHECKING:
+    from rich.box import Box
     from rich.table import Table
 
 
@@ -78,11 +79,12 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console  # 0.1 s that `import compile_ext` need not pay
+        from rich import box  # 0.1 s that `import compile_ext` need not pay
+        from rich.console import Console
 
         console = Console(width=140, color_system=None)
         with console.capture() as capture:
-            console.print(self.__rich__())
+            console.print(self._table(box.ASCII2))
             for f in self.fallbacks:
                 console.print(f"{f.kind}: {f.where}: {f.reason}", highlight=False, soft_wrap=True)
             if self.metrics_full:
@@ -92,10 +94,16 @@ class Report:
         return capture.get().rstrip()
 
     def __rich__(self) -> Table:
+        return self._table()
+
+    def _table(self, frame: Box | None = None) -> Table:
+        from rich import box
         from rich.table import Table
 
         title = f"{len(self.rows)} candidates in {self.graphs} graphs (* fired, - left alone)"
-        table = Table(title=title, title_justify="left", show_lines=True)
+        table = Table(
+            title=title, title_justify="left", show_lines=True, box=frame or box.HEAVY_HEAD
+        )
         for name in ("module", "op", "M", "N", "K", "kernel"):
             table.add_column(name, justify="right" if name in "MNK" else "left", overflow="fold")
         table.add_column("passes", ratio=1)
@@ -296,6 +304,8 @@ def _fallbacks(
     ]
     frames: dict[str, Any] = {}
     for metrics in get_compilation_metrics():
+        if (metrics.start_time_us or 0) < records.reset_time_us:
+            continue
         frame = str(metrics.compile_id).split("/")[0]  # "3/1" is the second compilation of frame 3
         if metrics.co_filename is not None:
             frames[frame] = metrics

@@ -6,6 +6,7 @@ parameters its graph serves as they come by: one graph may serve many layers.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,15 @@ class GraphRecord:
             if all(t is not None for t in tensors):
                 found.append(dict(zip(self.weights, tensors, strict=True)))
         return found  # type: ignore[return-value]
+
+
+# When Dynamo was last reset, in microseconds since the epoch: what it did before concerns no live graph.
+reset_time_us = 0
+
+
+def note_reset() -> None:
+    global reset_time_us
+    reset_time_us = time.time_ns() // 1000
 
 
 _LIVE: weakref.WeakSet[GraphRecord] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class PassContext:
         roots = self.root_inputs(weight) if weight is not None else ()
         if not roots:
             roots = next((r for a in node.all_input_nodes if (r := self._static_roots(a))), ())
-        return self.report.entry(node, op_name(node.target), roots, _hint(node))
+        return self.report.entry(node, op_name(node.target), roots, module_hint(node))
 
     def _static_roots(self, node: Node) -> tuple[int, ...]:
         roots = self.root_inputs(node)
@@ -316,8 +317,9 @@ class PassContext:
         return [body.add_placeholder(name, meta) for body in dict.fromkeys(bodies)][0]
 
 
-def _hint(node: Node) -> str:
-    """A name for a site that has no parameter: the module path that Dynamo saw, or the node's name."""
+def module_hint(node: Node) -> str:
+    """A name where no parameter gives one: the module path that Dynamo saw, or the node's name."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    return str(path) or node.name
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    # Dynamo begins the path with the name of the local or global that held the module: L['self'].
+    return re.sub(r"^[LG]\['\w+'\]\.?", "", path) or node.name

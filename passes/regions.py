@@ -57,7 +57,9 @@ class _State:
 def mark_regions(ctx: PassContext) -> None:
     """Set the meta key ``STAND_BACK`` of such nodes to the reason, in the root and in all bodies."""
     devices = {x.device.type for x in ctx.inputs if isinstance(x, torch.Tensor)} | {"cpu"}
-    autocast = any(torch.is_autocast_enabled(d) for d in devices)
+    autocast = any(
+        torch.is_autocast_enabled(d) for d in devices if torch.amp.is_autocast_available(d)
+    )
     at_call: dict[Node, tuple[bool, bool]] = {}
     for scope in ctx.scopes:  # a graph comes before the bodies that it calls
         around = [at_call[c.node] for c in scope.calls] or [(torch.is_grad_enabled(), autocast)]

@@ -1,0 +1,75 @@
+"""Options: what is valid, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compile_ext.ops.errors import OptionError
+from compile_ext.options import Options
+from compile_ext.passes import PASS_NAMES
+
+
+def test_defaults() -> None:
+    assert Options.parse() == Options(frozenset(), False, "inductor", {})
+
+
+def test_own_and_inductor_options_side_by_side() -> None:
+    got = Options.parse(options={"compile_ext.disable": ["specialize_m1"], "max_autotune": True})
+    assert got == Options(frozenset({"specialize_m1"}), False, "inductor", {"max_autotune": True})
+
+
+@pytest.mark.parametrize("given", [{"mode": "reduce-overhead"}, {"options": {"compile_ext.mode": "reduce-overhead"}}], ids=str)  # fmt: skip
+def test_mode_becomes_inductors_options(given: dict[str, Any]) -> None:
+    assert Options.parse(**given).inductor == {"triton.cudagraphs": True}
+
+
+def test_options_win_over_the_mode() -> None:
+    got = Options.parse(options={"compile_ext.mode": "max-autotune", "triton.cudagraphs": False})
+    assert got.inductor["max_autotune"] is True
+    assert got.inductor["triton.cudagraphs"] is False
+
+
+def test_environment_adds_to_disable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILE_EXT_DISABLE", "specialize_m1, lower_router_linear")
+    got = Options.parse(options={"compile_ext.disable": ["fold_weight_padding"]})
+    assert got.disable == {"specialize_m1", "lower_router_linear", "fold_weight_padding"}
+
+
+REFUSED = {
+    "own option": ({"compile_ext.chek": True}, ["'compile_ext.chek'", "compile_ext.check", "did you mean"]),
+    "pass": ({"compile_ext.disable": ["fold_padding"]}, ["'fold_padding'", *PASS_NAMES]),
+    "disable as text": ({"compile_ext.disable": "specialize_m1"}, ["compile_ext.disable", "a list"]),
+    "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),
+    "inner": ({"compile_ext.inner": "nvfuser"}, ["'nvfuser'", "inductor, aot_eager, eager"]),
+    "mode": ({"compile_ext.mode": "fast"}, ["'fast'", "max-autotune"]),
+    "inductor option": ({"max_autotun": True}, ["'max_autotun'", "max_autotune", "torch._inductor.config"]),
+    "inductor type": ({"max_autotune": "yes"}, ["max_autotune", "bool"]),
+    "inductor option without inductor": (
+        {"compile_ext.inner": "eager", "max_autotune": True},
+        ["max_autotune", "inner='inductor'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_with_what_would_be_right(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(OptionError) as error:
+        Options.parse(options=options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_user_of_torch_compile_sees_the_message() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend="compile_ext", options={"compile_ext.chek": True})
+    with pytest.raises(Exception, match=r"unknown option 'compile_ext\.chek'.*compile_ext\.check"):
+        compiled(torch.ones(2))
+
+
+def test_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILE_EXT_DISABLE", "everything")
+    with pytest.raises(OptionError, match="COMPILE_EXT_DISABLE"):
+        Options.parse()
