@@ -46,12 +46,12 @@ class GraphRecord:
 
     def bind(self, tensors: Sequence[Any]) -> None:
         """Note the tensors that a call hands in at ``weights``."""
-        key = tuple(map(id, tensors))
+        key, bindings = tuple(map(id, tensors)), self.bindings
 
-        def forget(_: object) -> None:
-            self.bindings.pop(key, None)
+        def forget(_: object) -> None:  # holds the dict and not the record, which dies with its graph
+            bindings.pop(key, None)
 
-        self.bindings[key] = tuple(weakref.ref(t, forget) for t in tensors)
+        bindings[key] = tuple(weakref.ref(t, forget) for t in tensors)
 
     def served(self) -> list[dict[int, Tensor]]:
         """For each set of parameters seen: position -> tensor, those still alive."""
