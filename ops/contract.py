@@ -145,6 +145,12 @@ def _check_names(op: OpOverload, contract: OpContract) -> None:
                 op, f"gemm layout {contract.gemm.layout!r}", "'nt' or 'nn'",
                 "say 'nt' for b [n, k] and 'nn' for b [k, n]",
             )  # fmt: skip
+    for dim, align in contract.align.items():
+        if not isinstance(align, Align):
+            raise _refuse(
+                op, f"align[{dim!r}] = {align!r}", "an Align",
+                f"write align={{{dim!r}: Align(16, pad={{...}})}}",
+            )  # fmt: skip
     named += [(f"align[{d!r}].pad", x) for d, al in contract.align.items() for x in al.pad]
     named += [("unread", x) for x in contract.unread]
     named += [("overwritten", x) for x in contract.overwritten]
@@ -168,6 +174,11 @@ def _check_names(op: OpOverload, contract: OpContract) -> None:
                 "a predicate that takes the call's arguments by name",
                 f"write unread={{{name!r}: lambda **_: True}}",
             )  # fmt: skip
+    if contract.gemm and contract.gemm.a in contract.prewait_reads:
+        raise _refuse(
+            op, f"prewait_reads with {contract.gemm.a!r}, the activation",
+            "arguments that no kernel before this one writes", "leave it out",
+        )  # fmt: skip
     for name in contract.overwritten:
         info = schema[name].alias_info
         if info is None or not info.is_write:
