@@ -122,13 +122,14 @@ def assert_refused() -> AssertRefused:
                 assert part in str(refusal)
 
         assert_raises(lambda: op(*args))
+        from torch._dynamo.exc import TorchDynamoException  # seconds: only where needed
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
             assert_raises(lambda: op(*fakes))
         # Dynamo wraps what a fake raises in an error of its own: class and text must be in it.
-        with pytest.raises(torch._dynamo.exc.TorchDynamoException) as traced:
+        with pytest.raises(TorchDynamoException) as traced:
             torch.compile(op, backend="eager", fullgraph=True)(*args)
         for text in (error.__name__, op.__name__, *texts):
             assert text in str(traced.value)

@@ -89,7 +89,7 @@ def test_bias_dtypes_and_the_default_output(dtype, assert_gemm_close):
     assert_gemm_close(out, oracle(*args), magnitude(*args), 200)
 
 
-def strided_cases() -> dict[str, tuple[Tensor, ...]]:
+def strided_cases() -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Operands that are views: (a [6, 200], b [150, 200], scale_a [6, 2], scale_b [2, 2])."""
     a, b, sa, sb = operands(6, 150, 200)
     wide_a, wide_b = torch.randn(12, 256).to(FP8), torch.randn(300, 256).to(FP8)

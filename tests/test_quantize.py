@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from compile_ext.ops import (
     dequantize_fp8_blocks,
@@ -242,5 +243,5 @@ def test_dequantizers_refuse(dequantize):
 @each_quantizer
 def test_refusal_reaches_the_user_with_fullgraph(name):
     quantize, _, _ = QUANTIZERS[name]
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="bfloat16 or float16"):
+    with pytest.raises(TorchDynamoException, match="bfloat16 or float16"):
         torch.compile(quantize, backend="eager", fullgraph=True)(torch.ones(2, 3).int())

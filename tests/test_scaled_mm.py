@@ -106,19 +106,22 @@ def test_bias_dtypes_and_the_default_output(dtype, assert_gemm_close):
     assert_gemm_close(out, oracle(*args), magnitude(*args), 20)
 
 
-def strided_cases() -> dict[str, tuple[Tensor, ...]]:
+def strided_cases() -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """Operands that are views: (a [6, 33], b [9, 33], scale_a, scale_b, bias)."""
     a, b = operands(12, 18, 64)
     sa, sb, bias = torch.rand(12, 2) + 0.5, torch.rand(18, 2) + 0.5, torch.randn(18)
-    plain = (a[:6, :33].contiguous(), b[:9, :33].contiguous(), sa[:6, 0], sb[:9, 0], bias[:9])
+    dense, plain = (
+        (a[:6, :33].contiguous(), b[:9, :33].contiguous()),
+        (sa[:6, 0], sb[:9, 0], bias[:9]),
+    )
     return {
-        "columns_of_wider": (a[:6, :33], b[:9, 31:], *plain[2:]),
-        "every_second_row": (a[::2, 1:34], b[::2, :33], *plain[2:]),
-        "one_row_expanded": (a[:1, :33].expand(6, 33), b[:1, :33].expand(9, 33), *plain[2:]),
-        "scale_and_bias_columns": (*plain[:2], sa[:6, 1:], sb[9:, :1], bias[::2]),
-        "scales_expanded": (*plain[:2], sa[:1, :1].expand(6, 1), sb[0, 0].expand(9), plain[4]),
+        "columns_of_wider": (a[:6, :33], b[:9, 31:], *plain),
+        "every_second_row": (a[::2, 1:34], b[::2, :33], *plain),
+        "one_row_expanded": (a[:1, :33].expand(6, 33), b[:1, :33].expand(9, 33), *plain),
+        "scale_and_bias_columns": (*dense, sa[:6, 1:], sb[9:, :1], bias[::2]),
+        "scales_expanded": (*dense, sa[:1, :1].expand(6, 1), sb[0, 0].expand(9), plain[2]),
         # A row of one element has no stride that matters.
-        "k_is_1": (a.T[:6, :1], b.T[:9, :1], *plain[2:]),
+        "k_is_1": (a.T[:6, :1], b.T[:9, :1], *plain),
     }
 
 
@@ -196,8 +199,9 @@ def test_no_grad_and_inference_mode_take_parameters():
 def test_opcheck(shape, forms, out_dtype, bias_dtype, opcheck):
     m, n, k = shape
     a, b = operands(m, n, k + 3)
+    form_a, form_b = forms
     bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
-    sa, sb = scales(*forms, m, n)
+    sa, sb = scales(form_a, form_b, m, n)
     for x in (a[:, :k], a[:, :k].contiguous()):
         opcheck(OP, (x, b[:, :k], sa, sb, bias, out_dtype))
 
