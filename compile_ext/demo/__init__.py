@@ -1,1 +1,3 @@
-"""``compile-ext demo``: a small decoder, and a real checkpoint, through eager, torch.compile and compile_ext."""
+"""``compile-ext demo``: a small decoder, and a real checkpoint, through eager, torch.compile and
+compile_ext.
+"""

@@ -47,6 +47,7 @@ class Comparison:
         max_error: largest difference of a logit.
         tolerance: what it may be.
         tokens_equal, tokens_decided: greedy tokens equal, of those where eager's top-2 margin exceeds the tolerance.
+        logits: those behind the last token of each step, compared or not.
     """
 
     steps: int
@@ -55,6 +56,7 @@ class Comparison:
     tolerance: float
     tokens_equal: int
     tokens_decided: int
+    logits: list[Tensor] = field(repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -69,8 +71,12 @@ def record(
     new_tokens: int,
     stop: Sequence[int] = (),
     routers: Sequence[nn.Module] = (),
+    step: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """Run eager greedily; ``routers`` are modules with ``weight``, ``top_k`` and the hidden state as input."""
+    """Run eager greedily; ``routers`` are modules with ``weight``, ``top_k`` and the hidden state as input.
+
+    ``step`` is called after each step.
+    """
     trace = Trace()
     gaps: list[float] = []
     hooks = [r.register_forward_hook(lambda m, a, _: gaps.append(_gap(m, a[0]))) for r in routers]
@@ -85,6 +91,7 @@ def record(
             trace.logits.append(logits)
             trace.margins.append(min(gaps, default=float("inf")))
             tokens, positions = logits.argmax().reshape(1), positions[-1:] + 1
+            step()
             if int(tokens) in stop:
                 break
     finally:
@@ -101,16 +108,23 @@ def _gap(router: nn.Module, x: Tensor) -> float:
 
 
 def compare(
-    model: Cached, forward: Forward, trace: Trace, tolerance: float, decided: float
+    model: Cached,
+    forward: Forward,
+    trace: Trace,
+    tolerance: float,
+    decided: float = 0.0,
+    step: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Feed ``forward`` what eager saw at each step; steps whose routing margin is below ``decided`` do not count."""
     error, equal, sure, compared = 0.0, 0, 0, 0
+    all_logits = []
     for tokens, positions, caches, want, margin in zip(
         trace.tokens, trace.positions, trace.caches, trace.logits, trace.margins, strict=True
     ):
-        for cache, value in zip(model.caches(), caches, strict=True):
-            cache.copy_(value)
+        restore(model, caches)
         got = forward(tokens, positions)[-1].float()
+        all_logits.append(got)
+        step()
         if margin < decided:
             continue
         compared += 1
@@ -119,4 +133,10 @@ def compare(
         if first - second > tolerance:
             sure += 1
             equal += int(got.argmax() == want.argmax())
-    return Comparison(len(trace.tokens), compared, error, tolerance, equal, sure)
+    return Comparison(len(trace.tokens), compared, error, tolerance, equal, sure, all_logits)
+
+
+def restore(model: Cached, caches: list[Tensor]) -> None:
+    """Give the model the caches of a step of the trace."""
+    for cache, value in zip(model.caches(), caches, strict=True):
+        cache.copy_(value)

@@ -1,7 +1,9 @@
-"""A readable decoder with random weights: grouped-query attention, block-FP8 linears, a mixture of experts.
+"""A readable decoder with random weights: grouped-query attention, block-FP8 linears, a mixture of
+experts.
 
-Written as serving code is, so that every pass finds work: the experts hand their op a placeholder scale, the router
-is a bfloat16 linear with a cast behind it, and the vocabulary of the LM head is no multiple of 16.
+Written as serving code is, so that every pass finds work: the experts hand their op a placeholder
+scale, the router is a bfloat16 linear with a cast behind it, and the vocabulary of the LM head is
+no multiple of 16.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ def _weight(n: int, k: int, generator: torch.Generator) -> Tensor:
     return torch.randn(n, k, generator=generator) / k**0.5
 
 
+def _quantized(weight: Tensor) -> list[nn.Parameter]:
+    return [nn.Parameter(x, requires_grad=False) for x in quantize_fp8_blocks(weight)]
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -47,6 +53,11 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions and a KV cache of fixed size."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, c: Config, g: torch.Generator) -> None:
         super().__init__()
@@ -84,14 +95,14 @@ class Attention(nn.Module):
 
 
 class Expert(nn.Module):
-    """SwiGLU on block-FP8 weights, as an engine's wrapper calls its kernel: with a placeholder activation scale."""
+    """SwiGLU on block-FP8 weights, as an engine's wrapper calls its kernel: with a placeholder
+    activation scale.
+    """
 
     def __init__(self, c: Config, g: torch.Generator) -> None:
         super().__init__()
-        for name, n, k in (("gate_up", 2 * c.ffn, c.hidden), ("down", c.hidden, c.ffn)):
-            weight, scale = quantize_fp8_blocks(_weight(n, k, g))
-            setattr(self, name, nn.Parameter(weight, requires_grad=False))
-            setattr(self, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+        self.gate_up, self.gate_up_scale = _quantized(_weight(2 * c.ffn, c.hidden, g))
+        self.down, self.down_scale = _quantized(_weight(c.hidden, c.ffn, g))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self._mm(x, self.gate_up, self.gate_up_scale).chunk(2, dim=-1)
@@ -119,7 +130,9 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Every expert sees every token and the router's weights decide: simple, with no shape that depends on data."""
+    """Every expert sees every token and the router's weights decide: simple, with no shape that
+    depends on data.
+    """
 
     def __init__(self, c: Config, g: torch.Generator) -> None:
         super().__init__()
@@ -145,7 +158,9 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``forward(tokens [m], positions [m]) -> logits [m, vocab]`` float32; every second layer is sparse."""
+    """``forward(tokens [m], positions [m]) -> logits [m, vocab]`` float32; every second layer is
+    sparse.
+    """
 
     def __init__(self, c: Config | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -164,6 +179,6 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x), torch.float32)
 
     def caches(self) -> list[Tensor]:
-        return [
-            c for layer in self.layers for c in (layer.attention.k_cache, layer.attention.v_cache)
-        ]
+        """The KV caches of all layers, keys and values in turn."""
+        attentions = [m for m in self.modules() if isinstance(m, Attention)]
+        return [cache for a in attentions for cache in (a.k_cache, a.v_cache)]

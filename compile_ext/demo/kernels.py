@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def count_kernels(call: Callable[[], Any]) -> int:
     An op of this package counts as one on the CPU. Inductor's C++ functions are seen only where they were compiled
     with ``cpp.enable_kernel_profile``.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the first profile prints "USDT: ... profiler_start"
     activities = [ProfilerActivity.CPU]
     cuda = torch.cuda.is_available()
     if cuda:
