@@ -207,7 +207,7 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
         (OWN.router_gemm.default, ROUTER, ("b", "bias"), OWN.router_gemm_m1.default),
         (OWN.router_gemm_m1.default, ROUTER, ("b", "bias"), None),
     ],
-    ids=lambda x: x.name() if isinstance(x, torch._ops.OpOverload) else "",
+    ids=["scaled_mm", "block_scaled_mm", "router_gemm", "router_gemm_m1"],
 )
 def test_contract_of_our_op(op, gemm, prewait_reads, m1_variant):
     declared = contract_of(op)
