@@ -1,7 +1,7 @@
 """compile_ext: what serving engines hand-code per layer, for every model under ``torch.compile``.
 
-``torch.compile(model, backend="compile_ext")`` runs the passes of :mod:`compile_ext.passes` on each graph; the ops
-are in :mod:`compile_ext.ops`, the layers that use them in :mod:`compile_ext.layers`.
+``torch.compile(model, backend="compile_ext")`` runs the passes of :mod:`compile_ext.passes` on each
+graph; the ops are in :mod:`compile_ext.ops`, the layers that use them in :mod:`compile_ext.layers`.
 """
 
 from compile_ext import ops

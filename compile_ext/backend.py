@@ -1,8 +1,10 @@
-"""The Dynamo backend: copy the graph, run the passes, compile what is left, hand in the derived constants.
+"""The Dynamo backend: copy the graph, run the passes, compile what is left, hand in the derived
+constants.
 
-Registered through the entry point group ``torch_dynamo_backends`` as ``compile_ext``. Passes run here, on the Dynamo
-graph, and not inside Inductor: only here are the real parameters handed over, only here do passes run when the
-compiled code comes from a cache, and the rewritten graph is what the caches hash.
+Registered through the entry point group ``torch_dynamo_backends`` as ``compile_ext``. Passes run
+here, on the Dynamo graph, and not inside Inductor: only here are the real parameters handed over,
+only here do passes run when the compiled code comes from a cache, and the rewritten graph is what
+the caches hash.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def compile_ext_backend(
     run_passes(ctx, parsed.disable)
 
     extra = [(d.source, constants(d.derivation)) for d in ctx.derived]
-    # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of its own for its
-    # sizes under dynamic=True, and nothing is computed before the first call.
+    # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of
+    # its own for its sizes under dynamic=True, and nothing is computed before the first call.
     example_inputs = [*inputs, *ctx.derived_fakes()]
     start = time.perf_counter()
     compiled = compile_inner(ctx.root, example_inputs, parsed, name)
@@ -99,7 +101,7 @@ def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any
 
 
 def _place(gm: GraphModule) -> records.Place | None:
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
     stack = getattr(reason, "user_stack", None)
     if not stack:
         return None

@@ -1,8 +1,10 @@
-"""``compile_ext.check``: on the first call, run the original and the rewritten graph and compare node by node.
+"""``compile_ext.check``: on the first call, run the original and the rewritten graph and compare
+node by node.
 
-Both run uncompiled; what the graph writes, it writes on copies. A rewritten node is judged by itself: after the
-comparison it takes the original's value, so the first node named is the first one that is wrong, and a legal
-difference in rounding does not grow. Costs memory for all intermediates of the original graph, once.
+Both run uncompiled; what the graph writes, it writes on copies. A rewritten node is judged by
+itself: after the comparison it takes the original's value, so the first node named is the first one
+that is wrong, and a legal difference in rounding does not grow. Costs memory for all intermediates
+of the original graph, once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from compile_ext.passes import PassContext
 from compile_ext.passes.context import module_hint
 from compile_ext.passes.readers import is_empty, op_name, read_call
 
-# A rewrite may drop a rounding to bfloat16 (2^-9 relative) or add the same sum in another order; elements near zero
-# are judged against the largest one. Anything beyond is another result, not rounding.
+# A rewrite may drop a rounding to bfloat16 (2^-9 relative) or add the same sum in another order;
+# elements near zero are judged against the largest one. Anything beyond is another result, not
+# rounding.
 RELATIVE = 2.0**-7
 ABSOLUTE_OF_MAX = 2.0**-7
 
@@ -69,7 +72,9 @@ class _Recorder(Interpreter):
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.values: dict[str, Any] = {}
-        self.names = {n.name: f"{op_name(n.target)} in {module_hint(n)}" for n in module.graph.nodes}
+        self.names = {
+            n.name: f"{op_name(n.target)} in {module_hint(n)}" for n in module.graph.nodes
+        }
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(help="What serving engines hand-code per layer, for every model under torch.compile.", no_args_is_help=True)  # fmt: skip
+app = typer.Typer(
+    help="What serving engines hand-code per layer, for every model under torch.compile.",
+    no_args_is_help=True,
+)
 
 
 class Model(str, Enum):

@@ -1,8 +1,9 @@
 """Derived constants: tensors computed from one parameter, kept fresh, belonging to the parameter.
 
-One compiled graph serves many parameters (eight layers under ``layer.compile()``, two instances of a class), and one
-parameter may be read by many graphs (M == 1 and dynamic M). So a constant is looked up by (derivation, identity of
-the parameter), shared by all graphs, and freed with the parameter.
+One compiled graph serves many parameters (eight layers under ``layer.compile()``, two instances of
+a class), and one parameter may be read by many graphs (M == 1 and dynamic M). So a constant is
+looked up by (derivation, identity of the parameter), shared by all graphs, and freed with the
+parameter.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class _Constant:
 class Constants:
     """All constants of one derivation: call it with the live parameter to get the tensor.
 
-    The value is refreshed in place when the parameter's version counter or address has moved, so that its own
-    address stays valid for CUDA graphs. Writes that move neither (``p.data.copy_``) are not seen.
+    The value is refreshed in place when the parameter's version counter or address has moved, so
+    that its own address stays valid for CUDA graphs. Writes that move neither (``p.data.copy_``)
+    are not seen.
     """
 
     def __init__(self, derivation: Derivation) -> None:
@@ -68,7 +70,8 @@ class Constants:
             if constant is None or constant.source() is not source:
                 constant = _Constant(weakref.ref(source, lambda _: self._forget(key)))
                 self._constants[key] = constant
-            # The stamp is read before the data: a write in between makes the next call compute again.
+            # The stamp is read before the data: a write in between makes the next call compute
+            # again.
             stamp = source._version, source.data_ptr()
             if constant.value is not None and stamp == (constant.version, constant.pointer):
                 return constant.value  # another thread was faster
@@ -94,7 +97,9 @@ _SHARED: weakref.WeakValueDictionary[Derivation, Constants] = weakref.WeakValueD
 
 
 def constants(derivation: Derivation) -> Constants:
-    """The constants of a derivation, shared by all graphs that use it and freed with the last of them."""
+    """The constants of a derivation, shared by all graphs that use it and freed with the last of
+    them.
+    """
     found = _SHARED.get(derivation)
     if found is None:
         found = _SHARED[derivation] = Constants(derivation)

@@ -1,4 +1,6 @@
-"""``explain``: for every candidate of a compiled model, which pass fired, or why it did not, and what runs."""
+"""``explain``: for every candidate of a compiled model, which pass fired, or why it did not, and
+what runs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Fallback:
 
     Args:
         where: ``file:line in function``.
-        kind: ``graph break`` (the frame goes on in a further graph) or ``eager`` (it runs uncompiled).
+        kind: ``graph break`` (the frame goes on in a further graph) or ``eager`` (it runs
+            uncompiled).
         reason: what Dynamo says.
     """
 
@@ -89,7 +92,7 @@ class Report:
                 console.print(f"{f.kind}: {f.where}: {f.reason}", highlight=False, soft_wrap=True)
             if self.metrics_full:
                 console.print(
-                    "Dynamo keeps its last compilations only; earlier frames may have fallen back too."
+                    "Dynamo keeps its last compilations only: earlier frames may be missing here."
                 )
         return capture.get().rstrip()
 
@@ -150,9 +153,10 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
 
     Args:
         model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
-        args, kwargs: with any, the model runs once on them, compiled with ``compile_ext.inner="eager"``, only to
-            look: no kernel is compiled, and what the model writes (a KV cache) is written. Without, the
-            compilations that have happened are reported.
+        args, kwargs: with any, the model runs once on them, compiled with
+            ``compile_ext.inner="eager"``, only to look: no kernel is compiled, and what the model
+            writes (a KV cache) is written. Without, the compilations that have happened are
+            reported.
 
     Raises:
         NotCompiledError: without arguments, and nothing of this model was compiled by this backend.
@@ -160,7 +164,8 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     target = getattr(model, "_orig_mod", model)
     target = getattr(target, "_torchdynamo_orig_callable", target)
     if args or kwargs:
-        torch.compile(target, backend=_look)(*args, **kwargs)
+        look: Any = torch.compile(target, backend=_look)
+        look(*args, **kwargs)
     names, codes = _names(target), _codes(target)
     alive = [r for r in records.live() if _belongs(r, names, codes)]
     fallbacks, full = _fallbacks(alive, codes)
@@ -187,7 +192,8 @@ def sites(model: Any) -> tuple[Row, ...]:
     return tuple(row for row in explain(model).rows if row.site is not None)
 
 
-# One object for all looks: Dynamo keys its cache by the backend, so a second look compiles nothing anew.
+# One object for all looks: Dynamo keys its cache by the backend, so a second look compiles nothing
+# anew.
 _look = functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
 
 
@@ -313,7 +319,8 @@ def _fallbacks(
         if metrics.fail_type and known and _inside(known.co_filename, known.co_firstlineno, codes):
             where = f"{known.co_filename}:{known.co_firstlineno} in {known.co_name}"
             found.append(Fallback(where, "eager", _first_line(metrics.fail_reason)))
-    full = len(_compilation_metrics) == _compilation_metrics.maxlen
+    kept = _compilation_metrics  # a deque of limited length: were entries since the reset dropped?
+    full = len(kept) == kept.maxlen and (kept[0].start_time_us or 0) >= records.reset_time_us
     return tuple(dict.fromkeys(found)), full
 
 

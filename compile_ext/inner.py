@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import GraphModule
 
@@ -13,7 +13,9 @@ from compile_ext.options import Options
 def compile_inner(
     gm: GraphModule, inputs: Sequence[Any], options: Options, name: str | None
 ) -> Callable[..., Any]:
-    """Compile ``gm`` as ``options.inner`` says; ``name`` is the compiled region's, for Inductor's logs."""
+    """Compile ``gm`` as ``options.inner`` says; ``name`` is the compiled region's, for Inductor's
+    logs.
+    """
     if options.inner == "eager":
         return gm.forward
     if options.inner == "aot_eager":
@@ -23,5 +25,7 @@ def compile_inner(
         return compiled
     from torch._inductor.compile_fx import compile_fx
 
-    region = {"compile_region_name": name} if name else {}  # torch 2.11 and 2.12 know neither
-    return compile_fx(gm, list(inputs), config_patches=options.inductor or None, **region)  # type: ignore[arg-type,no-any-return]
+    # torch 2.11 and 2.12 neither pass a name nor take one.
+    region: dict[str, Any] = {"compile_region_name": name} if name else {}
+    run: Any = compile_fx(gm, list(inputs), config_patches=options.inductor or None, **region)
+    return cast(Callable[..., Any], run)

@@ -1,4 +1,6 @@
-"""Linear layers on the FP8 ops, as building blocks for models: weights are quantized once, at construction."""
+"""Linear layers on the FP8 ops, as building blocks for models: weights are quantized once, at
+construction.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from compile_ext.ops import (
 
 
 class BlockFp8Linear(nn.Module):
-    """A linear layer with one weight scale for each 128x128 block; the op quantizes the activation itself.
+    """A linear layer with one weight scale for each 128x128 block; the op quantizes the activation
+    itself.
 
     Args:
         weight: ``[n, k]`` bfloat16, float16 or float32; any sizes, the last blocks may be partial.
         bias: ``[n]`` or None.
 
-    Parameters: ``weight [n, k]`` float8_e4m3fn and ``weight_scale [ceil(n/128), ceil(k/128)]`` float32.
+    Parameters: ``weight [n, k]`` float8_e4m3fn and ``weight_scale [ceil(n/128), ceil(k/128)]``
+    float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -19,7 +19,7 @@ OWN_OPTIONS = {
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
-    "compile_ext.mode": f"torch.compile's mode, which torch refuses beside options: {', '.join(MODES)}",
+    "compile_ext.mode": f"the mode, which torch refuses beside options: {', '.join(MODES)}",
 }
 
 
@@ -28,7 +28,8 @@ class Options:
     """The options of one compilation.
 
     Args:
-        disable: names of passes that do not run (option and ``COMPILE_EXT_DISABLE``, comma-separated).
+        disable: names of passes that do not run (option and ``COMPILE_EXT_DISABLE``,
+            comma-separated).
         check: compare the original and the rewritten graph on the first call.
         inner: what compiles the rewritten graph.
         inductor: Inductor's config patches, from the mode and from the options without our prefix.
@@ -41,7 +42,9 @@ class Options:
 
     @staticmethod
     def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
-        """Raises OptionError for an unknown option, pass, mode or inner compiler, listing the valid ones."""
+        """Raises OptionError for an unknown option, pass, mode or inner compiler, listing the valid
+        ones.
+        """
         own = {k: v for k, v in (options or {}).items() if k.startswith(PREFIX)}
         rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
         for name in own:

@@ -1,7 +1,7 @@
 """What is known of the graphs that are compiled and alive, for ``explain`` and ``sites``.
 
-A record lives as long as the compiled function that Dynamo holds, and keeps no parameter alive. It learns which
-parameters its graph serves as they come by: one graph may serve many layers.
+A record lives as long as the compiled function that Dynamo holds, and keeps no parameter alive. It
+learns which parameters its graph serves as they come by: one graph may serve many layers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class GraphRecord:
         """Note the tensors that a call hands in at ``weights``."""
         key, bindings = tuple(map(id, tensors)), self.bindings
 
-        def forget(_: object) -> None:  # holds the dict and not the record, which dies with its graph
+        def forget(
+            _: object,
+        ) -> None:  # holds the dict and not the record, which dies with its graph
             bindings.pop(key, None)
 
         bindings[key] = tuple(weakref.ref(t, forget) for t in tensors)
@@ -63,7 +65,8 @@ class GraphRecord:
         return found  # type: ignore[return-value]
 
 
-# When Dynamo was last reset, in microseconds since the epoch: what it did before concerns no live graph.
+# When Dynamo was last reset, in microseconds since the epoch: what it did before concerns no live
+# graph.
 reset_time_us = 0
 
 

@@ -1,8 +1,10 @@
 """FP8 GEMM with one scale for 128 features of a token and one for each 128x128 block of the weight.
 
-    D[m, n] = sum_g scale_a[m, g] * scale_b[n // 128, g] * (sum_{k in group g} A[m, k] * B[n, k]) + bias[n]
+    D[m, n] = sum_g scale_a[m, g] * scale_b[n // 128, g] * P[m, n, g] + bias[n]
+    P[m, n, g] = sum over the 128 k of group g of A[m, k] * B[n, k]
 
-The format of DeepSeek-V3 checkpoints (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2).
+The format of DeepSeek-V3 checkpoints (DeepSeek-V3 technical report, arXiv 2412.19437, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 from compile_ext.ops import checks
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import (
     BLOCK,
     blocks_of,
@@ -37,7 +40,8 @@ def block_scaled_mm_ref(
         a, scale_a = quantize_fp8_groups(a)
     assert scale_a is not None  # _check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
-    # One row of blocks at a time: a float32 copy of the whole weight, made on each call, costs more than the product.
+    # One row of blocks at a time: a float32 copy of the whole weight, made on each call, costs more
+    # than the product.
     columns = [
         x @ dequantize_fp8_blocks(rows, row_scale).t()
         for rows, row_scale in zip(b.split(BLOCK), scale_b.split(1), strict=True)
@@ -65,7 +69,7 @@ def _check(
     checks.shape_is(NAME, "scale_b", scale_b, (blocks_of(n), blocks_of(k)))
     if a.dtype == checks.FP8:
         if scale_a is None:
-            raise checks.ShapeError(
+            raise ShapeError(
                 NAME,
                 found="a of float8_e4m3fn without scale_a",
                 wanted=f"scale_a [m, ceil(k/{BLOCK})]",
@@ -97,7 +101,8 @@ OP = define_op(
     kernels=(Kernel("reference", why_not=never, run=block_scaled_mm_ref),),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),
-        # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's own affair.
+        # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's
+        # own affair.
         align={
             "n": Align(16, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
             "k": Align(
@@ -142,4 +147,5 @@ def block_scaled_mm(
     Raises:
         DtypeError, RankError, ShapeError, LayoutError, DeviceError, GradError.
     """
-    return OP(a, b, scale_a, scale_b, bias, out_dtype)
+    out: Tensor = OP(a, b, scale_a, scale_b, bias, out_dtype)
+    return out

@@ -1,7 +1,7 @@
 """Argument checks shared by the ops. Each raises one of the errors with found / wanted / fix.
 
-They run on fakes too, so a size may be symbolic: a check fails only where the sizes are known to differ
-(``guard_or_true``), and never specialises a graph.
+They run on fakes too, so a size may be symbolic: a check fails only where the sizes are known to
+differ (``guard_or_true``), and never specialises a graph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contracts: what an operator declares about itself, once, for every pass and for the warmup.
 
-A contract belongs to one operator overload and is looked up by it, for the ops of this package and for
-third-party ops alike. All names in a contract are argument names of the op's schema.
+A contract belongs to one operator overload and is looked up by it, for the ops of this package and
+for third-party ops alike. All names in a contract are argument names of the op's schema.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Gemm:
 
     Args:
         a: the activation, ``[..., m, k]``.
-        b: the weight; ``[n, k]`` for layout ``nt`` (as checkpoints store it), ``[k, n]`` for ``nn``.
+        b: the weight; ``[n, k]`` for layout ``nt`` (as checkpoints store it), ``[k, n]`` for
+            ``nn``.
         layout: ``nt`` or ``nn``.
         scale_a, scale_b, bias: the arguments of that role, or None where the op has none.
     """
@@ -81,8 +82,8 @@ class OpContract:
 
     Args:
         gemm: the arguments that form the GEMM. Without it the op is no GEMM site.
-        align: for ``"n"`` and ``"k"``, the multiple that the fast kernels need and how each argument
-            is padded. The op must then compute the same numbers in the first n columns.
+        align: for ``"n"`` and ``"k"``, the multiple that the fast kernels need and how each
+            argument is padded. The op must then compute the same numbers in the first n columns.
         unread: ``{argument: predicate}``. The predicate gets all arguments of the call by schema
             name, tensors as fakes (no data), and says whether the op leaves the argument unread.
         overwritten: mutable arguments that the op overwrites in full without reading them.

@@ -1,7 +1,7 @@
 """Define an op: schema, fake, kernels and contract in one call, and the dispatch between kernels.
 
-``Library.define/impl/register_fake`` and not ``torch.library.custom_op``: 2.7 against 10.3 us a call
-inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
+``Library.define/impl/register_fake`` and not ``torch.library.custom_op``: 2.7 against 10.3 us a
+call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def define_op(
     Args:
         check: raises a CompileExtError for arguments that the op refuses; runs in the fake (so that
             errors come at trace time where a fake can show them) and before every kernel.
-        fake: gets checked arguments, returns an empty tensor of the result's shape, stride and dtype.
+        fake: gets checked arguments, returns an empty tensor of the result's shape, stride and
+            dtype.
         kernels: in order of preference; the last is the reference and always runs.
     """
     if kernels[-1].name != "reference" or kernels[-1].why_not is not never:
@@ -101,7 +102,8 @@ def define_op(
         check(*args)
         return fake(*args)
 
-    # One kernel for all devices: the choice between implementations is `kernel_for`, which can say why.
+    # One kernel for all devices: the choice between implementations is `kernel_for`, which can say
+    # why.
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     register_fake(f"{NAMESPACE}::{name}", run_fake, lib=_LIBRARY)
     register_contract(overload, contract)
@@ -110,7 +112,9 @@ def define_op(
 
 
 def refuse_grad(where: str, args: tuple[Any, ...]) -> None:
-    """Raise when autograd would record the call: without a formula the gradient would be silently lost."""
+    """Raise when autograd would record the call: without a formula the gradient would be silently
+    lost.
+    """
     if not torch.is_grad_enabled():
         return
     for i, arg in enumerate(args):

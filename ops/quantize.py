@@ -1,8 +1,10 @@
-"""FP8 (e4m3) quantization and its inverse, in plain PyTorch, so that Inductor fuses it into its producer.
+"""FP8 (e4m3) quantization and its inverse, in plain PyTorch, so that Inductor fuses it into its
+producer.
 
-A scale multiplies to dequantize: ``x ~ q.float() * scale``. Each scale is ``amax / 448`` of its group, where
-448 is the largest finite e4m3 value (OCP 8-bit floating point specification, E4M3). An all-zero group gets
-the scale of amax = 1e-10, so that nothing divides by zero; a NaN or infinity in a group spreads over it.
+A scale multiplies to dequantize: ``x ~ q.float() * scale``. Each scale is ``amax / 448`` of its
+group, where 448 is the largest finite e4m3 value (OCP 8-bit floating point specification, E4M3). An
+all-zero group gets the scale of amax = 1e-10, so that nothing divides by zero; a NaN or infinity in
+a group spreads over it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def quantize_fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     dtype_in("quantize_fp8_groups", "x", x, _FLOATS)
     rank_is("quantize_fp8_groups", "x", x, 2)
-    m, k = x.shape
+    k = x.shape[1]
     grouped = _pad_to_blocks(x.float(), (1,)).unflatten(1, (-1, BLOCK))
     scale = _scale(grouped.abs().amax(dim=-1))
     q = _to_fp8(grouped / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
@@ -91,7 +93,8 @@ def dequantize_fp8_blocks(q: Tensor, scale: Tensor) -> Tensor:
 def fp8_to_float32(q: Tensor) -> Tensor:
     """Every e4m3 value is exact in float32; NaN stays NaN.
 
-    On the CPU by table: PyTorch's own conversion takes 1.7 ms for 576x576, the look-up 0.4 ms (one AMD EPYC core).
+    On the CPU by table: PyTorch's own conversion takes 1.7 ms for 576x576, the look-up 0.4 ms (one
+    AMD EPYC core).
     """
     if q.device.type != "cpu":
         return q.float()
@@ -121,7 +124,8 @@ def _pad_to_blocks(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    # empty_strided + copy_ and not F.pad: Inductor fuses the first, the second costs a kernel (H200).
+    # empty_strided + copy_ and not F.pad: Inductor fuses the first, the second costs a kernel
+    # (H200).
     m, groups = scale.shape
     out = torch.empty_strided(
         (m, groups), (1, (m + 3) // 4 * 4), dtype=scale.dtype, device=scale.device

@@ -1,4 +1,5 @@
-"""The router of a mixture-of-experts layer: bfloat16 in, float32 logits out, never rounded in between.
+"""The router of a mixture-of-experts layer: bfloat16 in, float32 logits out, never rounded in
+between.
 
 D[..., n] = sum_k A[..., k] * B[n, k] + bias[n]
 """
@@ -9,9 +10,10 @@ import functools
 
 from torch import Tensor
 
-from compile_ext.ops import router_gemm_aten, router_gemm_m1, router_reference
+from compile_ext.ops import router_gemm_aten, router_reference
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 
 NAME = "router_gemm"
 
@@ -26,7 +28,7 @@ OP = define_op(
     contract=OpContract(
         gemm=Gemm(a="a", b="b", bias="bias"),
         prewait_reads=("b", "bias"),
-        m1_variant=router_gemm_m1.OP,
+        m1_variant=ROUTER_GEMM_M1,
     ),
 )
 
@@ -45,4 +47,5 @@ def router_gemm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         DtypeError, RankError, ShapeError, DeviceError, GradError.
     """
-    return OP(a, b, bias)
+    out: Tensor = OP(a, b, bias)
+    return out

@@ -1,7 +1,7 @@
 """``router_gemm`` for exactly one token, the shape of decode.
 
-A separate op, so that the choice shows in the graph: its kernel may fetch weight tiles before the PDL wait,
-which is worth most where a layer has one token to work on.
+A separate op, so that the choice shows in the graph: its kernel may fetch weight tiles before the
+PDL wait, which is worth most where a layer has one token to work on.
 """
 
 from __future__ import annotations
@@ -44,4 +44,5 @@ def router_gemm_m1(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args, returns and errors are router_gemm's; another M is a ShapeError.
     """
-    return OP(a, b, bias)
+    out: Tensor = OP(a, b, bias)
+    return out

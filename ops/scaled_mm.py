@@ -27,7 +27,8 @@ def scaled_mm_ref(
 ) -> Tensor:
     """The specification: everything in float32, rounded once at the end."""
     x = fp8_to_float32(a)
-    # Some rows at a time: the float32 copy of an LM head, 50257 x 256, is 51 MB; a small one stays in the cache.
+    # Some rows at a time: the float32 copy of an LM head, 50257 x 256, is 51 MB; a small one stays
+    # in the cache.
     product = torch.cat([x @ fp8_to_float32(rows).t() for rows in b.split(_ROWS)], dim=-1)
     scaled = product * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
@@ -110,4 +111,5 @@ def scaled_mm(
     Raises:
         DtypeError, RankError, ShapeError, LayoutError, DeviceError, GradError.
     """
-    return OP(a, b, scale_a, scale_b, bias, out_dtype)
+    out: Tensor = OP(a, b, scale_a, scale_b, bias, out_dtype)
+    return out

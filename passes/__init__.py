@@ -1,4 +1,6 @@
-"""FX passes on the Dynamo graph: one file a pass, their order in pipeline.py. Imports torch and ops only."""
+"""FX passes on the Dynamo graph: one file a pass, their order in pipeline.py. Imports torch and ops
+only.
+"""
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.pipeline import PASS_NAMES, PASSES, run_passes

@@ -1,6 +1,8 @@
-"""Record every GEMM with a contract: the op, N, K, the range of M, dtypes, scales, and the kernel that runs.
+"""Record every GEMM with a contract: the op, N, K, the range of M, dtypes, scales, and the kernel
+that runs.
 
-The graph is unchanged. Runs after the other passes, on cache hits too: passes run on the Dynamo graph.
+The graph is unchanged. Runs after the other passes, on cache hits too: passes run on the Dynamo
+graph.
 """
 
 from __future__ import annotations
@@ -65,5 +67,10 @@ def _dtype(x: torch.Tensor) -> str:
 
 def _shape(call: OpCall, name: str | None) -> str:
     found = tensor(call.arguments[name]) if name else None
-    # Only M is symbolic in a scale; Dynamo's own name for it differs from compilation to compilation.
-    return "-" if found is None else "x".join(str(s) if is_static(s) else "m" for s in found.shape) or "1"
+    # Only M is symbolic in a scale; Dynamo's own name for it differs from compilation to
+    # compilation.
+    return (
+        "-"
+        if found is None
+        else "x".join(str(s) if is_static(s) else "m" for s in found.shape) or "1"
+    )

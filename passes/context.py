@@ -1,4 +1,4 @@
-"""What a pass gets beside the graph: inputs, options, the report, and the ways to change a graph."""
+"""What a pass gets beside the graph: the inputs, the report, and the ways to change a graph."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from compile_ext.passes.report import Decision, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
 from compile_ext.passes.values import fake, fakes, storage, written_arguments
 
-# Meta key of a node: why the passes must leave it alone (set before the first pass, see `regions.py`).
+# Meta key of a node: why the passes must leave it alone (set before the first pass, see
+# `regions.py`).
 STAND_BACK = "compile_ext_stand_back"
 DERIVED = "compile_ext_derived"
 
 
 @dataclass(frozen=True)
 class DerivedInput:
-    """An extra input of the rewritten graph: ``derivation`` applied to the root input ``source``."""
+    """An extra input of the rewritten graph: ``derivation`` of the root input ``source``."""
 
     source: int
     derivation: derivation.Derivation
@@ -77,7 +78,9 @@ class PassContext:
             decisions.append(decision)
 
     def entry(self, node: Node, weight: Any = None) -> Any:
-        """The report's entry of a candidate; ``weight`` names it (default: the node's first parameter)."""
+        """The report's entry of a candidate; ``weight`` names it (default: the node's first
+        parameter).
+        """
         roots = self.root_inputs(weight) if weight is not None else ()
         if not roots:
             roots = next((r for a in node.all_input_nodes if (r := self._static_roots(a))), ())
@@ -90,8 +93,9 @@ class PassContext:
     # ---- ask -------------------------------------------------------------------------------------
 
     def stand_back(self, node: Node) -> str | None:
-        """Why no pass may rewrite this node: autocast, or autograd records it (see ``regions.py``)."""
-        return node.meta.get(STAND_BACK)
+        """Why no pass may rewrite this node: autocast, or a gradient (see ``regions.py``)."""
+        reason: str | None = node.meta.get(STAND_BACK)
+        return reason
 
     def root_inputs(self, value: Any) -> tuple[int, ...]:
         """Positions, among the root's inputs, of the tensors that a weight argument comes from."""
@@ -113,7 +117,9 @@ class PassContext:
         return tuple(dict.fromkeys(found))
 
     def is_written(self, node: Node) -> bool:
-        """Whether a node of this compilation writes the storage of ``node``, or of what it stands for."""
+        """Whether a node of this compilation writes the storage of ``node``, or of what it stands
+        for.
+        """
         if storage(node) in self._written:
             return True
         placeholders = self.scopes[0].placeholders()
@@ -150,7 +156,9 @@ class PassContext:
         return None if scope.calls else "nothing calls its graph"
 
     def is_parameter(self, node: Node) -> bool:
-        """Whether a node is a parameter or buffer itself, no view of it and nothing computed from it."""
+        """Whether a node is a parameter or buffer itself, no view of it and nothing computed from
+        it.
+        """
         return node.op == "placeholder" and bool(self._static_roots(node))
 
     def _is_static(self, index: int) -> bool:
@@ -196,10 +204,12 @@ class PassContext:
         self._update_fake(node)
         return node
 
-    def rewrite(self, call: OpCall, op: OpOverload | None = None, **changes: Any) -> None:
-        """Give a call other arguments, or another op of the same schema; what only it has read goes."""
+    def rewrite(self, call: OpCall, changes: dict[str, Any], op: OpOverload | None = None) -> None:
+        """Give a call other arguments, or another op of the same schema; what only it has read
+        goes.
+        """
         before = call.node.all_input_nodes
-        call.rewrite(op, **changes)
+        call.rewrite(changes, op)
         self._update_fake(call.node)
         for x in before:
             if derivation.is_droppable(x):
@@ -209,7 +219,8 @@ class PassContext:
         args, kwargs = fakes(node.args), fakes(node.kwargs)
         mode = self._fake_mode()
         quiet = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
-        # Without the Python dispatcher, composite ops run in C++ and turn a symbolic M into a number.
+        # Without the Python dispatcher, composite ops run in C++ and turn a symbolic M into a
+        # number.
         with torch.no_grad(), enable_python_dispatcher(), mode, quiet:
             if node.op == "call_method":
                 value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -233,7 +244,9 @@ class PassContext:
         self.drop(old)
 
     def stands_for(self, new: Node, old: Node) -> None:
-        """``new`` now holds what ``old`` held in the original graph (``old`` stays, for another use)."""
+        """``new`` now holds what ``old`` held in the original graph (``old`` stays, for another
+        use).
+        """
         self._note_origin(new, old)
         if old.graph is self.root.graph:
             self.changed.add(old.name)
@@ -245,7 +258,8 @@ class PassContext:
     def drop(self, node: Any) -> None:
         """Erase a node that nobody reads any more, and then what only it has read.
 
-        Not ``eliminate_dead_code``: in a Dynamo graph that also removes ``x.add_(1)`` whose result nobody reads.
+        Not ``eliminate_dead_code``: in a Dynamo graph that also removes ``x.add_(1)`` whose result
+        nobody reads.
         """
         if (
             not isinstance(node, Node)
@@ -262,7 +276,7 @@ class PassContext:
                 self.drop(x)
 
     def derive(self, node: Node, how: derivation.Pad) -> Node:
-        """A placeholder for the constant ``how(node)``; ``why_not_derivable(node)`` must be None."""
+        """A placeholder for ``how(node)``; ``why_not_derivable(node)`` must be None."""
         if node in self._derived_from:  # a constant of a constant hangs on the parameter as well
             return self._derive(
                 self._derived_from[node], derivation.after(self._derived_how[node], how)
@@ -285,7 +299,7 @@ class PassContext:
 
             name = f"compile_ext_derived_{len(self.derived)}"
             new = scope.add_placeholder(name, meta)
-            new._dynamo_source = EphemeralSource(name)  # type: ignore[attr-defined]
+            new._dynamo_source = EphemeralSource(name)
             self.derived.append(DerivedInput(self._root_inputs[node], how))
         else:
             new = self._derive_in_body(scope, node, how, meta)
@@ -314,7 +328,8 @@ class PassContext:
             call.append(self._derive(operands[at], how))
         bodies = [scope, *(b for c in scope.calls for b in c.bodies if b is not scope)]
         name = f"compile_ext_derived_{len(scope.placeholders())}"
-        return [body.add_placeholder(name, meta) for body in dict.fromkeys(bodies)][0]
+        placeholders = [body.add_placeholder(name, meta) for body in dict.fromkeys(bodies)]
+        return placeholders[0]
 
 
 def module_hint(node: Node) -> str:

@@ -16,7 +16,8 @@ from compile_ext.passes.readers import is_empty, is_fill, read_cast, read_pad, r
 
 @dataclass(frozen=True)
 class Pad:
-    """``F.pad(x, pad, value=value)`` in the memory order of x: a column-major weight stays column-major.
+    """``F.pad(x, pad, value=value)`` in the memory order of x: a column-major weight stays
+    column-major.
 
     Args:
         pad: widths in elements as F.pad takes them, last dimension first.
@@ -28,7 +29,7 @@ class Pad:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach()
-        order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
         if order == list(range(x.dim())):
             return F.pad(x, self.pad, value=self.value)
         widths = [

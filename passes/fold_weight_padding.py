@@ -3,12 +3,13 @@
     before: y = op(x, pad(w), pad(scale), pad(bias))     after: y = op(x, w', scale', bias')
 
     before: y = op(x, w, scale, bias)    with N or K not a multiple that the op's contract asks for
-    after:  y = op(pad_k(x), w', scale', bias')[:, :N].clone()   w', scale', bias' are extra inputs of the graph
+    after:  y = op(pad_k(x), w', scale', bias')[:, :N].clone()    w', ... are extra inputs
 
-Legal: the source is a parameter or buffer, nothing in the graph writes it, and no gradient is needed. A derived
-constant hangs on the parameter and follows it (``compile_ext.derived``); the slice is copied, so that
-every reader and every output sees the strides of the original graph.
-Bails: a computed weight, an activation weight, a symbolic N or K, an argument whose padded axis is ambiguous.
+Legal: the source is a parameter or buffer, nothing in the graph writes it, and no gradient is
+needed. A derived constant hangs on the parameter and follows it (``compile_ext.derived``); the
+slice is copied, so that every reader and every output sees the strides of the original graph.
+Bails: a computed weight, an activation weight, a symbolic N or K, an argument whose padded axis is
+ambiguous.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext) -> None:
         ctx.skipped(node, f"N={sizes['n']}, K={sizes['k']} need no padding")
         return
     align = call.contract.align
-    # In schema order, never in that of a set: the order of the extra inputs is part of the caches' key.
+    # In schema order, never in that of a set: the order of the extra inputs is part of the caches'
+    # key.
     names = [x for x in call.arguments if any(grow[d] and x in a.pad for d, a in align.items())]
     widths = {x: _widths(x, call.arguments[x], gemm, sizes, grow, align) for x in names}
     reason = ctx.stand_back(node) or next((w for w in widths.values() if isinstance(w, str)), None)
@@ -83,7 +85,7 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext) -> None:
         for name, w in widths.items()
         if isinstance(w, dict) and w
     }
-    ctx.rewrite(call, **changes)
+    ctx.rewrite(call, changes)
     what = ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)
     ctx.fired(node, f"{what}: {', '.join(sorted(changes))} padded")
     if grow.get("n"):
@@ -136,7 +138,9 @@ def _matrix_source(value: Any) -> tuple[Any, bool]:
 
 
 def _padded(node: Node, value: Node, widths: Widths, ctx: PassContext) -> Node:
-    """The argument grown by ``widths``: a derived constant where it can be one, else a pad in the graph."""
+    """The argument grown by ``widths``: a derived constant where it can be one, else a pad in the
+    graph.
+    """
     source, transposed = _matrix_source(value)
     rank = tensor(source).dim()  # type: ignore[union-attr]
     pad = [0] * (2 * rank)
@@ -158,7 +162,8 @@ def _cut_output(node: Node, n: int, ctx: PassContext) -> None:
     """``y -> y[..., :n].contiguous()``: Inductor fuses the copy into pointwise readers."""
     following = node.next
     cut = ctx.insert(following, operator.getitem, node, (..., slice(None, n)), like=node)
-    # Not contiguous(): it leaves [1, n] with a row stride of the padded n, as torch calls that contiguous.
+    # Not contiguous(): it leaves [1, n] with a row stride of the padded n, as torch calls that
+    # contiguous.
     whole = ctx.insert(following, "clone", cut, memory_format=torch.contiguous_format, like=node)
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not cut)
     ctx.stands_for(whole, node)

@@ -3,8 +3,9 @@
     before: float(linear(x, w))                   after: router_gemm(x, w)
     before: softmax(linear(x, w), dtype=float32)  after: softmax(router_gemm(x, w), dtype=float32)
 
-Legal: x and w are bfloat16, N is at most 2048, and every reader of the linear converts it to float32 first. The
-logits are then not rounded to bfloat16 in between: closer to exact than the original, by up to 2^-9 relative.
+Legal: x and w are bfloat16, N is at most 2048, and every reader of the linear converts it to
+float32 first. The logits are then not rounded to bfloat16 in between: closer to exact than the
+original, by up to 2^-9 relative.
 Bails: a reader that wants the bfloat16 logits, other dtypes, autocast, a gradient.
 """
 

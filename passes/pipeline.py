@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-import torch
+from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
 from compile_ext.passes.collect_gemm_sites import collect_gemm_sites
@@ -39,8 +39,8 @@ PASS_NAMES = tuple(p.__name__ for p in PASSES)
 def run_passes(ctx: PassContext, disable: Collection[str] = ()) -> None:
     """Run the passes on the root graph and on the bodies of its higher-order ops.
 
-    Each graph before and after each pass goes to the log (``TORCH_LOGS="+compile_ext"``) and, as artifacts, to
-    torch's structured trace (``TORCH_TRACE``).
+    Each graph before and after each pass goes to the log (``TORCH_LOGS="+compile_ext"``) and, as
+    artifacts, to torch's structured trace (``TORCH_TRACE``).
     """
     mark_regions(ctx)
     _show(ctx, "compile_ext_before_passes")
@@ -63,7 +63,7 @@ def run_passes(ctx: PassContext, disable: Collection[str] = ()) -> None:
 def _show(ctx: PassContext, name: str) -> None:
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s\n%s", name, print_graph(ctx.root))
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: print_graph(ctx.root),

@@ -1,6 +1,8 @@
-"""Print a graph so that the text is the same on every torch version: for golden tests and for the log.
+"""Print a graph so that the text is the same on every torch version: for golden tests and for the
+log.
 
-Nodes are numbered, symbols renamed in order of appearance, ops named by schema, unused placeholders left out.
+Nodes are numbered, symbols renamed in order of appearance, ops named by schema, unused placeholders
+left out.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from compile_ext.passes.values import fake
 
 
 def print_graph(module: GraphModule) -> str:
-    """The graph as text, the bodies of higher-order ops indented below the line that first names them."""
+    """The graph as text, the bodies of higher-order ops indented below the line that first names
+    them.
+    """
     return "\n".join(_lines(module, {}, ""))
 
 

@@ -1,7 +1,8 @@
 """Readers: the one place that knows how the Dynamo graph spells things.
 
-Dynamo writes one thing many ways: a function, a method, an operator packet or overload, arguments by position
-or by name. Each ``read_*`` returns what a node means, or None. A new spelling is one line here and one test.
+Dynamo writes one thing many ways: a function, a method, an operator packet or overload, arguments
+by position or by name. Each ``read_*`` returns what a node means, or None. A new spelling is one
+line here and one test.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class OpCall:
     contract: OpContract
     arguments: dict[str, Any]
 
-    def rewrite(self, op: OpOverload | None = None, **changes: Any) -> None:
+    def rewrite(self, changes: dict[str, Any], op: OpOverload | None = None) -> None:
         """Give the node other arguments, or another op of the same schema; the node stays."""
         self.arguments.update(changes)
         schema = self.op._schema.arguments
@@ -104,7 +105,9 @@ def _bind(op: OpOverload, node: Node) -> dict[str, Any] | None:
 
 
 def _calls(node: Node, targets: set[Any]) -> bool:
-    """Whether a node calls one of these functions; a packet (``torch.ops.aten.linear``) counts as its overload."""
+    """Whether a node calls one of these functions; a packet (``torch.ops.aten.linear``) counts as
+    its overload.
+    """
     if node.op != "call_function":
         return False
     target = node.target
@@ -117,7 +120,7 @@ def _get(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
-_LINEARS = {F.linear, torch._C._nn.linear, aten.linear.default}
+_LINEARS = {F.linear, aten.linear.default}  # F.linear is torch._C._nn.linear, Dynamo's name
 
 
 def read_linear(node: Node) -> Linear | None:
@@ -177,8 +180,9 @@ def read_softmax(node: Node) -> torch.dtype | None:
 _FILL_METHODS = {"new_ones", "new_zeros", "new_full", "new_empty"}
 _FILL_FUNCTIONS = {
     torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like, torch.full_like,
-    aten.ones.default, aten.zeros.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default,
-    aten.new_full.default, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+    aten.ones.default, aten.zeros.default, aten.full.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default,
+    aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
 }  # fmt: skip
 _EMPTY_FUNCTIONS = {torch.empty, torch.empty_like, torch.empty_strided, aten.empty.memory_format}
 
@@ -201,7 +205,8 @@ def is_empty(node: Any) -> bool:
     return _calls(node, _EMPTY_FUNCTIONS)
 
 
-_PADS = {F.pad, torch._C._nn.pad, aten.pad.default}
+# Dynamo looks into F.pad and leaves what it calls.
+_PADS = {F.pad, torch._C._nn.pad, aten.pad.default}  # pyright: ignore[reportAttributeAccessIssue]
 _CONSTANT_PADS = {torch.constant_pad_nd, aten.constant_pad_nd.default}  # no mode argument
 
 
@@ -247,10 +252,12 @@ def is_topk(node: Node) -> bool:
     return node.target == "topk" or _calls(node, {torch.topk, aten.topk.default})
 
 
-# Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter `w`.
+# Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter
+# `w`.
 _VIEW_METHODS = {
-    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "bfloat16", "half", "detach",
-    "unsqueeze", "squeeze", "flatten", "unflatten", "narrow", "select", "expand", "__getitem__", "mT", "T",
+    "t", "transpose", "permute", "view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten",
+    "unflatten", "narrow", "select", "expand", "__getitem__", "detach", "to", "type", "float",
+    "bfloat16", "half",
 }  # fmt: skip
 _VIEW_FUNCTIONS = {
     operator.getitem,

@@ -1,7 +1,8 @@
 """Mark the nodes that no pass may touch: those under autocast, and those that autograd records.
 
-An op with a contract is opaque to autocast, a linear is not: rewriting one into the other would change the dtype it
-computes in. The ops have no gradient, and a derived constant is detached from its parameter.
+An op with a contract is opaque to autocast, a linear is not: rewriting one into the other would
+change the dtype it computes in. The ops have no gradient, and a derived constant is detached from
+its parameter.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _State:
 
 
 def mark_regions(ctx: PassContext) -> None:
-    """Set the meta key ``STAND_BACK`` of such nodes to the reason, in the root and in all bodies."""
+    """Set the meta key ``STAND_BACK`` of such nodes to the reason, in root and bodies."""
     devices = {x.device.type for x in ctx.inputs if isinstance(x, torch.Tensor)} | {"cpu"}
     autocast = any(
         torch.is_autocast_enabled(d) for d in devices if torch.amp.is_autocast_available(d)

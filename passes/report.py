@@ -50,10 +50,12 @@ class Site:
 
 @dataclass(eq=False)
 class Entry:
-    """One row of the report: a candidate, its site if it is a GEMM with a contract, all decisions on it.
+    """One row of the report: a candidate, its site if it is a GEMM with a contract, all decisions
+    on it.
 
-    ``weight`` is the position of its weight among the inputs of the root graph, None for a GEMM of two
-    activations; ``hint`` is a name from the graph for that case. One body called from two places has two.
+    ``weight`` is the position of its weight among the inputs of the root graph, None for a GEMM of
+    two activations; ``hint`` is a name from the graph for that case. One body called from two
+    places has two.
     """
 
     op: str

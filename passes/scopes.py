@@ -1,7 +1,8 @@
-"""The graphs of one compilation: the root graph, and the bodies of its higher-order ops (cond, checkpoint...).
+"""The graphs of one compilation: the root graph, and the bodies of its higher-order ops (cond,
+checkpoint...).
 
-A pass sees one graph at a time. What crosses from one graph into another, an operand of a higher-order op,
-is handled here and nowhere else.
+A pass sees one graph at a time. What crosses from one graph into another, an operand of a
+higher-order op, is handled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-# Where a higher-order op keeps the operands that become placeholders of its bodies: the index of the first
-# operand, or of the one argument that holds them all as a tuple. An op that is not here keeps its body closed:
-# passes rewrite inside it but hand no new operand in.
+# Where a higher-order op keeps the operands that become placeholders of its bodies: the index of
+# the first operand, or of the one argument that holds them all as a tuple. An op that is not here
+# keeps its body closed: passes rewrite inside it but hand no new operand in.
 _FLAT_OPERANDS = {
     "invoke_subgraph": 2,
     "tag_activation_checkpoint": 1,
@@ -23,6 +24,8 @@ _FLAT_OPERANDS = {
     "wrap_activation_checkpoint": 1,
 }
 _TUPLE_OPERANDS = {"cond": 3}
+
+_SOURCE = "_dynamo_source"  # where Dynamo keeps on a placeholder what it stands for
 
 
 @dataclass(eq=False)
@@ -38,7 +41,7 @@ class Call:
         return str(getattr(self.node.target, "_name", self.node.target))
 
     def operands(self) -> list[Any] | None:
-        """What the placeholders of the bodies stand for, or None for an op that is not known here."""
+        """What the placeholders of the bodies stand for; None for an op not known here."""
         if self.name in _TUPLE_OPERANDS:
             return list(self.node.args[_TUPLE_OPERANDS[self.name]])  # type: ignore[arg-type]
         if self.name in _FLAT_OPERANDS:
@@ -96,11 +99,11 @@ def copy_module(module: GraphModule, memo: dict[int, GraphModule] | None = None)
         return memo[id(module)]
     graph = Graph()
     old_to_new: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(module.graph, old_to_new))  # type: ignore[arg-type]
+    graph.output(graph.graph_copy(module.graph, old_to_new))
     for old, new in old_to_new.items():
         new.meta = dict(old.meta)
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+        if hasattr(old, _SOURCE):
+            setattr(new, _SOURCE, getattr(old, _SOURCE))
     copy = GraphModule(module, graph, class_name=type(module).__name__)
     memo[id(module)] = copy
     copy.meta = dict(module.meta)

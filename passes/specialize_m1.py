@@ -2,9 +2,10 @@
 
     before: y = router_gemm(x [1, k], w)           after: y = router_gemm_m1(x [1, k], w)
 
-Dynamo compiles M == 1 into a graph of its own (0/1 specialisation), so this costs no guard and no recompile.
-Legal: the contract names a variant, and no node of the graph writes the weight: the variant may read weights
-before the PDL wait, which is unsound behind a kernel that has just written them.
+Dynamo compiles M == 1 into a graph of its own (0/1 specialisation), so this costs no guard and no
+recompile.
+Legal: the contract names a variant, and no node of the graph writes the weight: the variant may
+read weights before the PDL wait, which is unsound behind a kernel that has just written them.
 Bails: M is not 1 or not static; the weight has a writer in the graph.
 """
 
@@ -29,7 +30,7 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
         if reason:
             ctx.skipped(node, reason)
             continue
-        ctx.rewrite(call, op=call.contract.m1_variant)
+        ctx.rewrite(call, {}, op=call.contract.m1_variant)
         ctx.fired(node, f"M == 1: {call.contract.m1_variant._schema.name}")
         ctx.entry(node)  # the report shows the op that the graph calls now
 

@@ -1,13 +1,15 @@
-"""Strip what an op is handed and never reads: placeholder arguments, and fills of buffers it overwrites.
+"""Strip what an op is handed and never reads: placeholder arguments, and fills of buffers it
+overwrites.
 
-    before: s = x.new_ones(1); y = op(x, w, s)           after: y = op(x, w, None)       schema: Tensor? s
-                                                                y = op(x, w, empty(1))   schema: Tensor s
+    before: s = x.new_ones(1); y = op(x, w, s)           after: y = op(x, w, None)     Tensor? s
+                                                                y = op(x, w, empty(1))   schema:
+                                                                Tensor s
     before: out = zeros(m, n); op_out(x, w, out)         after: out = empty(m, n); op_out(x, w, out)
 
-Legal: the op's contract says, for these static arguments, that it leaves the argument unread (or overwrites it in
-full). Only the argument is replaced: other readers of the fill keep it.
-Bails: the argument is read; it is no fill and the schema wants a tensor; the size is symbolic; the buffer is read
-before the op overwrites it.
+Legal: the op's contract says, for these static arguments, that it leaves the argument unread (or
+overwrites it in full). Only the argument is replaced: other readers of the fill keep it.
+Bails: the argument is read; it is no fill and the schema wants a tensor; the size is symbolic; the
+buffer is read before the op overwrites it.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ def _strip_argument(call: OpCall, name: str, ctx: PassContext) -> None:
         ctx.skipped(call.node, reason)
         return
     replacement = None if _is_optional(call, name) else _empty_like(call.node, value, ctx)
-    ctx.rewrite(call, **{name: replacement})
+    ctx.rewrite(call, {name: replacement})
     became = "None" if replacement is None else "uninitialised"
     ctx.fired(call.node, f"{name} is not read: {became}")
 
 
 def _is_optional(call: OpCall, name: str) -> bool:
-    """Read from the schema: None for a plain Tensor argument seems to work with a Python kernel, and is wrong."""
+    """Read from the schema: None for a plain Tensor argument seems to work with a Python kernel,
+    and is wrong.
+    """
     argument = next(a for a in call.op._schema.arguments if a.name == name)
     return isinstance(argument.type, torch.OptionalType)
 

@@ -12,7 +12,9 @@ from torch.fx.node import map_arg
 
 
 def fake(value: Any) -> Any:
-    """The example value of a node (a FakeTensor, a SymInt, a tuple of them); anything else as it is."""
+    """The example value of a node (a FakeTensor, a SymInt, a tuple of them); anything else as it
+    is.
+    """
     return value.meta.get("example_value") if isinstance(value, Node) else value
 
 
@@ -28,7 +30,9 @@ def tensor(value: Any) -> Tensor | None:
 
 
 def storage(value: Any) -> int | None:
-    """Identity of the storage that a node's tensor lives in: fakes of views share it with their base."""
+    """Identity of the storage that a node's tensor lives in: fakes of views share it with their
+    base.
+    """
     found = tensor(value)
     if found is None or found.layout != torch.strided:
         return None
@@ -53,13 +57,16 @@ def bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
 
 
 def requires_grad(node: Node) -> bool:
-    """What the fake says. Under no_grad that alone proves nothing: the fake of ``F.pad(parameter)`` says True."""
+    """What the fake says. Under no_grad that alone proves nothing: the fake of ``F.pad(parameter)``
+    says True.
+    """
     found = fake(node)
     leaves = found if isinstance(found, (tuple, list)) else (found,)
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
-# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method __iadd__.
+# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method
+# __iadd__.
 _INPLACE_NAMES = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
     *("ilshift", "irshift", "imatmul", "setitem"),
@@ -69,7 +76,9 @@ _INPLACE_METHODS = {f"__{name}__" for name in _INPLACE_NAMES}
 
 
 def written_arguments(node: Node) -> list[Node]:
-    """The nodes whose tensors this node writes, as far as it can be told from its spelling and schema."""
+    """The nodes whose tensors this node writes, as far as it can be told from its spelling and
+    schema.
+    """
     written: list[Any] = []
     if node.op == "call_method":
         name = str(node.target)

@@ -40,8 +40,12 @@ UPDATES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
 
 
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_follows_every_update_in_place(update: Callable[[nn.Parameter, Tensor], object], mode: type) -> None:
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
+def test_follows_every_update_in_place(
+    update: Callable[[nn.Parameter, Tensor], object], mode: type
+) -> None:
     table, p = Constants(HOW), nn.Parameter(torch.randn(6, 8))
     with mode():
         value = table(p)

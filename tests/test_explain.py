@@ -15,7 +15,7 @@ import compile_ext
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops.errors import NotCompiledError
 
-EAGER = {"compile_ext.inner": "eager"}
+EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
 
 
 class Layer(nn.Module):
@@ -41,6 +41,9 @@ class Model(nn.Module):
         return x
 
 
+TWO_LAYERS = {f"layers.{i}.{name}" for i in range(2) for name in ("up", "down", "gate")}
+
+
 def tokens(m: int) -> Tensor:
     return torch.randn(m, 64).bfloat16()
 
@@ -56,7 +59,9 @@ def test_table() -> None:
     model = Model()
     call(model, 1)
     text = "\n".join(line.rstrip() for line in str(compile_ext.explain(model)).splitlines())
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 9 candidates in 1 graphs (* fired, - left alone)
 +-----------------+-----------------+---+----+----+-----------+------------------------------------------------------+
 | module          | op              | M |  N |  K | kernel    | passes                                               |
@@ -67,7 +72,8 @@ def test_table() -> None:
 |                 |                 |   |    |    |           | * specialize_m1: M == 1: compile_ext::router_gemm_m1 |
 +-----------------+-----------------+---+----+----+-----------+------------------------------------------------------+
 | layers.0-2.up   | block_scaled_mm | 1 | 64 | 64 | reference | - fold_weight_padding: N=64, K=64 need no padding    |
-+-----------------+-----------------+---+----+----+-----------+------------------------------------------------------+""")
++-----------------+-----------------+---+----+----+-----------+------------------------------------------------------+""",
+    )
 
 
 def test_dict_is_plain_data() -> None:
@@ -110,7 +116,7 @@ def test_with_arguments_it_compiles_only_to_look(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         report = compile_ext.explain(model, tokens(1))
         again = compile_ext.explain(model, tokens(1))
-    assert {r.module for r in report.rows} == {f"layers.{i}.{n}" for i in range(2) for n in ("up", "down", "gate")}  # fmt: skip
+    assert {r.module for r in report.rows} == TWO_LAYERS
     assert again == report
 
 
@@ -171,7 +177,7 @@ def test_frames_that_fell_back_to_eager() -> None:
     assert len(eager) == 1
     assert "in forward" in eager[0].where
     assert "graph_break" in eager[0].reason
-    assert {r.module for r in report.rows if r.site} == {f"layers.{i}.{n}" for i in range(2) for n in ("up", "down", "gate")}  # fmt: skip
+    assert {r.module for r in report.rows if r.site} == TWO_LAYERS
     assert eager[0].where in str(report)
 
 

@@ -21,7 +21,11 @@ def test_own_and_inductor_options_side_by_side() -> None:
     assert got == Options(frozenset({"specialize_m1"}), False, "inductor", {"max_autotune": True})
 
 
-@pytest.mark.parametrize("given", [{"mode": "reduce-overhead"}, {"options": {"compile_ext.mode": "reduce-overhead"}}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [{"mode": "reduce-overhead"}, {"options": {"compile_ext.mode": "reduce-overhead"}}],
+    ids=str,
+)
 def test_mode_becomes_inductors_options(given: dict[str, Any]) -> None:
     assert Options.parse(**given).inductor == {"triton.cudagraphs": True}
 
@@ -39,13 +43,22 @@ def test_environment_adds_to_disable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED = {
-    "own option": ({"compile_ext.chek": True}, ["'compile_ext.chek'", "compile_ext.check", "did you mean"]),
+    "own option": (
+        {"compile_ext.chek": True},
+        ["'compile_ext.chek'", "compile_ext.check", "did you mean"],
+    ),
     "pass": ({"compile_ext.disable": ["fold_padding"]}, ["'fold_padding'", *PASS_NAMES]),
-    "disable as text": ({"compile_ext.disable": "specialize_m1"}, ["compile_ext.disable", "a list"]),
+    "disable as text": (
+        {"compile_ext.disable": "specialize_m1"},
+        ["compile_ext.disable", "a list"],
+    ),
     "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),
     "inner": ({"compile_ext.inner": "nvfuser"}, ["'nvfuser'", "inductor, aot_eager, eager"]),
     "mode": ({"compile_ext.mode": "fast"}, ["'fast'", "max-autotune"]),
-    "inductor option": ({"max_autotun": True}, ["'max_autotun'", "max_autotune", "torch._inductor.config"]),
+    "inductor option": (
+        {"max_autotun": True},
+        ["'max_autotun'", "max_autotune", "torch._inductor.config"],
+    ),
     "inductor type": ({"max_autotune": "yes"}, ["max_autotune", "bool"]),
     "inductor option without inductor": (
         {"compile_ext.inner": "eager", "max_autotune": True},
@@ -64,7 +77,9 @@ def test_refused_with_what_would_be_right(options: dict[str, Any], words: list[s
 
 def test_the_user_of_torch_compile_sees_the_message() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: x + 1, backend="compile_ext", options={"compile_ext.chek": True})
+    compiled = torch.compile(
+        lambda x: x + 1, backend="compile_ext", options={"compile_ext.chek": True}
+    )
     with pytest.raises(Exception, match=r"unknown option 'compile_ext\.chek'.*compile_ext\.check"):
         compiled(torch.ones(2))
 

@@ -112,9 +112,11 @@ Rewrite = Callable[..., Rewritten]
 
 @pytest.fixture
 def rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rewrite]:
-    """``rewrite(model, *args)``: compile with inner eager, check the result against eager, return the rewrite.
+    """``rewrite(model, *args)``: compile with inner eager, check the result against eager, return
+    the rewrite.
 
-    Values, shapes, dtypes and strides must equal eager's; ``tolerance`` is the allowed difference of a value.
+    Values, shapes, dtypes and strides must equal eager's; ``tolerance`` is the allowed difference
+    of a value.
     """
     torch._dynamo.reset()
     kept = Rewritten()

@@ -1,4 +1,6 @@
-"""collect_gemm_sites: every GEMM with a contract is recorded, with its module path and the range of M."""
+"""collect_gemm_sites: every GEMM with a contract is recorded, with its module path and the range of
+M.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_ext
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.passes import Site
 
 ops = torch.ops.compile_ext_tests
-EAGER = {"compile_ext.inner": "eager"}
+EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
 
 
 def sites_of(model: Any, *args: Any, **kwargs: Any) -> dict[str, Site]:
@@ -39,28 +42,53 @@ class Block(nn.Module):
 def test_fields() -> None:
     x = torch.randn(5, 144).bfloat16()
     torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
+    common: dict[str, Any] = {"m": (2, 512), "kernel": "reference"}
     assert sites_of(Block(), x) == {
         "up": Site(
-            op="compile_ext::block_scaled_mm", m=(2, 512), n=256, k=144, a_dtype="bfloat16",
-            b_dtype="float8_e4m3fn", out_dtype="bfloat16", scales=("-", "2x2"), bias=False, kernel="reference",
+            op="compile_ext::block_scaled_mm",
+            n=256,
+            k=144,
+            a_dtype="bfloat16",
+            b_dtype="float8_e4m3fn",
+            out_dtype="bfloat16",
+            scales=("-", "2x2"),
+            bias=False,
+            **common,
         ),
         "down": Site(
-            op="compile_ext::scaled_mm", m=(2, 512), n=64, k=256, a_dtype="float8_e4m3fn",
-            b_dtype="float8_e4m3fn", out_dtype="bfloat16", scales=("mx1", "64x1"), bias=True, kernel="reference",
+            op="compile_ext::scaled_mm",
+            n=64,
+            k=256,
+            a_dtype="float8_e4m3fn",
+            b_dtype="float8_e4m3fn",
+            out_dtype="bfloat16",
+            scales=("mx1", "64x1"),
+            bias=True,
+            **common,
         ),
         "gate": Site(
-            op="compile_ext::router_gemm", m=(2, 512), n=8, k=144, a_dtype="bfloat16", b_dtype="bfloat16",
-            out_dtype="float32", scales=("-", "-"), bias=False, kernel="reference",
+            op="compile_ext::router_gemm",
+            n=8,
+            k=144,
+            a_dtype="bfloat16",
+            b_dtype="bfloat16",
+            out_dtype="float32",
+            scales=("-", "-"),
+            bias=False,
+            **common,
         ),
-    }  # fmt: skip
+    }
 
 
 CALLS = {
     "packet": lambda x, w: ops.gemm(x, w, None, None, False),
     "overload": lambda x, w: ops.gemm.default(x, w, None, None, False),
     "keyword": lambda x, w: ops.gemm(x=x, w=w, scale=None, bias=None, quantized=False),
-    "subgraph": lambda x, w: torch.utils.checkpoint.checkpoint(CALLS["packet"], x, w, use_reentrant=False),
-    "after a graph break": lambda x, w: (torch._dynamo.graph_break(), ops.gemm(x, w, None, None, False))[1],
+    "subgraph": lambda x, w: checkpoint(CALLS["packet"], x, w, use_reentrant=False),
+    "after a graph break": lambda x, w: (
+        torch._dynamo.graph_break(),
+        ops.gemm(x, w, None, None, False),
+    )[1],
 }
 
 
@@ -101,7 +129,8 @@ def test_weights_reached_through_views() -> None:
             self.experts = nn.Parameter(torch.randn(3, 8, 8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum(ops.gemm(x, self.experts[i], None, None, False) for i in range(3))
+            outs = [ops.gemm(x, self.experts[i], None, None, False) for i in range(3)]
+            return torch.stack(outs).sum(0)
 
     assert set(sites_of(Experts(), torch.randn(5, 8))) == {"experts"}
 

@@ -1,4 +1,4 @@
-"""fold_weight_padding: padding of weights becomes derived constants; outputs keep eager's strides."""
+"""fold_weight_padding: padding of weights becomes derived constants; strides stay eager's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_ext
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
+from compile_ext.ops import quantize_fp8_per_token, scaled_mm
 from compile_ext.passes.derivation import Pad
 
-# Sums of at most 16 products of size ~10, in another order: some units in the last place of float32 (2^-23 * 16).
+# Sums of at most 16 products of size ~10, in another order: some units in the last place of float32
+# (2^-23 * 16).
 ROUNDING = 1e-5
 
 PASS = "fold_weight_padding"
 ops = torch.ops.compile_ext_tests
 
-# Each spelling calls the third-party op on (x, w, scale, bias) with N = 6, K = 6: both break its alignment.
+# Each spelling calls the third-party op on (x, w, scale, bias) with N = 6, K = 6: both break its
+# alignment.
 SPELLINGS = {
     "packet": lambda x, w, s, b: ops.gemm(x, w, s, b, True),
     "overload": lambda x, w, s, b: ops.gemm.default(x, w, s, b, True),
@@ -117,9 +121,7 @@ def test_hand_written_pad_in_every_spelling(rewrite: Any, pad: Any) -> None:
     model = HandPad(pad)
     got = rewrite(model, torch.randn(5, 8))
     assert [fired for fired, _ in got.of(PASS)] == [True]
-    assert [n.target for n in got.modules[-1].graph.nodes if n.op == "call_function"] == [
-        torch._C._nn.linear
-    ]
+    assert [n.target for n in got.modules[-1].graph.nodes if n.op == "call_function"] == [F.linear]
 
 
 def test_hand_written_pad_graph(rewrite: Any) -> None:
@@ -190,9 +192,9 @@ def test_scale_of_every_form(rewrite: Any, shape: tuple[int, ...]) -> None:
 
 
 def test_two_dimensional_scale_is_padded_with_ones() -> None:
-    op = compile_ext.ops.scaled_mm
-    a, scale_a = compile_ext.ops.quantize_fp8_per_token(torch.randn(3, 16))
-    w, scale_b = compile_ext.ops.quantize_fp8_per_token(torch.randn(5, 16))
+    op = scaled_mm
+    a, scale_a = quantize_fp8_per_token(torch.randn(3, 16))
+    w, scale_b = quantize_fp8_per_token(torch.randn(5, 16))
     weight, scale = nn.Parameter(w, requires_grad=False), nn.Parameter(scale_b)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -289,7 +291,7 @@ return [%5]""",
 
     class Checkpointed(Gemm):
         def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
     got = rewrite(Checkpointed(SPELLINGS["packet"]), torch.randn(5, 6), tolerance=ROUNDING)
     assert "derived" not in got.of(PASS)[-1][1]

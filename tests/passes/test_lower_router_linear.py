@@ -1,4 +1,6 @@
-"""lower_router_linear: the router of a mixture-of-experts layer becomes router_gemm, in every spelling."""
+"""lower_router_linear: the router of a mixture-of-experts layer becomes router_gemm, in every
+spelling.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 PASS = "lower_router_linear"
-# Eager rounds the logits to bfloat16 (2^-9 relative; they stay below 8), the rewritten graph does not.
+# Eager rounds the logits to bfloat16 (2^-9 relative; they stay below 8), the rewritten graph does
+# not.
 LOGITS = 8 * 2.0**-9
 
 SPELLINGS = {
@@ -56,16 +60,21 @@ def test_graph(rewrite: Any) -> None:
     x = tokens(5, 32)
     torch._dynamo.mark_dynamic(x, 0)
     got = rewrite(
-        Router(lambda x, w: torch.topk(F.linear(x, w).float().softmax(-1), 2).values), x, tolerance=LOGITS
+        Router(lambda x, w: torch.topk(F.linear(x, w).float().softmax(-1), 2).values),
+        x,
+        tolerance=LOGITS,
     )
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: bfloat16[16, 32]
 arg2: bfloat16[s0, 32]
 %0: float32[s0, 16] = compile_ext::router_gemm(arg2, arg0, None)
 %1: float32[s0, 16] = .softmax(%0, -1)
 %2 = topk(%1, 2)
 %3: float32[s0, 2] = getitem(%2, 0)
-return [%3]""")
+return [%3]""",
+    )
 
 
 def test_module_with_bias_and_leading_dimensions(rewrite: Any) -> None:
@@ -78,19 +87,24 @@ def test_module_with_bias_and_leading_dimensions(rewrite: Any) -> None:
             return self.gate(x).float()
 
     got = rewrite(Gate(), tokens(2, 3, 32), tolerance=LOGITS)
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: bfloat16[16, 32]
 arg1: bfloat16[16]
 arg2: bfloat16[2, 3, 32]
 %0: float32[2, 3, 16] = compile_ext::router_gemm(arg2, arg0, arg1)
-return [%0]""")
+return [%0]""",
+    )
 
 
 def test_logits_are_those_of_float32() -> None:
     torch._dynamo.reset()
     model, x = Router(SPELLINGS["float"]), tokens(5, 32)
     with torch.no_grad():
-        compiled = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": "eager"})
+        compiled = torch.compile(
+            model, backend="compile_ext", options={"compile_ext.inner": "eager"}
+        )
         assert torch.equal(compiled(x), F.linear(x.float(), model.w.float()))
 
 
@@ -98,7 +112,7 @@ def test_in_a_subgraph_and_after_a_graph_break(rewrite: Any) -> None:
     class Checkpointed(Router):
         def forward(self, x: Tensor) -> Any:
             torch._dynamo.graph_break()
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
     got = rewrite(Checkpointed(SPELLINGS["float"]), tokens(5, 32), tolerance=LOGITS)
     assert got.of(PASS) == [(True, "logits stay in float32")]

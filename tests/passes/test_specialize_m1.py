@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_ext
 from compile_ext.ops import router_gemm
@@ -37,11 +38,14 @@ class Gemm(nn.Module):
 def test_third_party_op_in_every_spelling(rewrite: Any, call: Any) -> None:
     got = rewrite(Gemm(call), torch.randn(1, 8))
     assert got.of(PASS) == [(True, "M == 1: compile_ext_tests::gemm_m1")]
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[8, 8]
 arg1: float32[1, 8]
 %0: float32[1, 8] = compile_ext_tests::gemm_m1(arg1, arg0, None, None, False)
-return [%0]""")
+return [%0]""",
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (8,)], ids=str)
@@ -69,7 +73,7 @@ def test_in_a_subgraph_and_after_a_graph_break(rewrite: Any) -> None:
     class Checkpointed(Gemm):
         def forward(self, x: Tensor) -> Any:
             torch._dynamo.graph_break()
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
     got = rewrite(Checkpointed(CALLS["packet"]), torch.randn(1, 8))
     assert got.of(PASS) == [(True, "M == 1: compile_ext_tests::gemm_m1")]
@@ -118,6 +122,8 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_not_a_weight_with_a_writer_in_the_graph(write: Any) -> None:
     class Written(Gemm):
+        v: Tensor
+
         def __init__(self) -> None:
             super().__init__(None)
             self.register_buffer("v", torch.randn(8, 8))
@@ -132,8 +138,15 @@ def test_not_a_weight_with_a_writer_in_the_graph(write: Any) -> None:
     x = torch.randn(1, 8)
     with torch.no_grad():
         want = twin(x)
-        result = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": "eager"})(x)
+        result = torch.compile(
+            model, backend="compile_ext", options={"compile_ext.inner": "eager"}
+        )(x)
         assert torch.equal(result, want)
         assert torch.equal(model.v, twin.v)
-    said = [d.detail for row in compile_ext.explain(model).rows for d in row.decisions if d.pass_name == PASS]
+    said = [
+        d.detail
+        for row in compile_ext.explain(model).rows
+        for d in row.decisions
+        if d.pass_name == PASS
+    ]
     assert said == ["the graph writes w"]

@@ -1,4 +1,6 @@
-"""strip_placeholder_fills: arguments that an op does not read, and fills of buffers that it overwrites."""
+"""strip_placeholder_fills: arguments that an op does not read, and fills of buffers that it
+overwrites.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 PASS = "strip_placeholder_fills"
 ops = torch.ops.compile_ext_tests
@@ -53,33 +56,44 @@ def test_unread_argument_becomes_none(rewrite: Any, call: Any, fill: Any) -> Non
 
 def test_graph(rewrite: Any) -> None:
     got = rewrite(Filled(CALLS["packet"], FILLS["new_ones"]), torch.randn(5, 8))
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[8, 8]
 arg1: float32[5, 8]
 %0: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, None, None, False)
-return [%0]""")
+return [%0]""",
+    )
 
 
 def test_plain_tensor_argument_becomes_empty(rewrite: Any) -> None:
-    got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_ones"]), torch.randn(5, 8))
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_ones"]), torch.randn(5, 8)
+    )
     assert got.of(PASS) == [(True, "s is not read: uninitialised")]
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[8, 8]
 arg1: float32[5, 8]
 %0: float32[1] = empty([1], device=cpu, dtype=float32)
 %1: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, %0)
-return [%1]""")
+return [%1]""",
+    )
 
 
 def test_dynamic_m(rewrite: Any) -> None:
     x = torch.randn(5, 8)
     torch._dynamo.mark_dynamic(x, 0)
     got = rewrite(Filled(CALLS["packet"], FILLS["ones_like"]), x)
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[8, 8]
 arg2: float32[s0, 8]
 %0: float32[s0, 8] = compile_ext_tests::gemm(arg2, arg0, None, None, False)
-return [%0]""")
+return [%0]""",
+    )
 
 
 def test_other_readers_keep_the_fill(rewrite: Any) -> None:
@@ -87,13 +101,16 @@ def test_other_readers_keep_the_fill(rewrite: Any) -> None:
         return ops.gemm(x, w, s, None, False), s + 1
 
     got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[8, 8]
 arg1: float32[5, 8]
 %0: float32[1] = .new_ones(arg1, 1)
 %1: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, None, None, False)
 %2: float32[1] = add(%0, 1)
-return [%1, %2]""")
+return [%1, %2]""",
+    )
 
 
 def test_mutated_fill_keeps_its_writes(rewrite: Any) -> None:
@@ -114,17 +131,20 @@ def test_overwritten_buffer_is_not_filled(rewrite: Any) -> None:
 
     got = rewrite(copy, torch.randn(5, 8))
     assert got.of(PASS) == [(True, "out is overwritten in full: its fill is gone")]
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: float32[5, 8]
 %0: float32[5, 8] = empty([5, 8], device=cpu, dtype=float32)
 %1 = compile_ext_tests::copy_out(arg0, %0)
-return [%0]""")
+return [%0]""",
+    )
 
 
 def test_in_a_subgraph(rewrite: Any) -> None:
     class Checkpointed(Filled):
         def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
     got = rewrite(Checkpointed(CALLS["packet"], FILLS["new_ones"]), torch.randn(5, 8))
     assert got.of(PASS) == [(True, "scale is not read: None")]
@@ -151,7 +171,9 @@ def test_layer_compile(rewrite: Any) -> None:
 
 
 def test_idempotent(rewrite: Any) -> None:
-    got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_ones"]), torch.randn(5, 8))
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_ones"]), torch.randn(5, 8)
+    )
     from compile_ext.passes import PassContext, run_passes
 
     before = got.graph
@@ -160,17 +182,23 @@ def test_idempotent(rewrite: Any) -> None:
 
 
 def test_not_when_read(rewrite: Any) -> None:
-    got = rewrite(Filled(lambda x, w, s: ops.gemm(x, w, s, None, True), FILLS["new_ones"]), torch.randn(5, 8))
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm(x, w, s, None, True), FILLS["new_ones"]), torch.randn(5, 8)
+    )
     assert got.of(PASS) == [(False, "scale is read")]
 
 
 def test_not_a_computed_value_for_a_plain_tensor(rewrite: Any) -> None:
-    got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["a computed value"]), torch.randn(5, 8))
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["a computed value"]), torch.randn(5, 8)
+    )
     assert got.of(PASS) == [(False, "s is not a fill, and the schema wants a tensor")]
 
 
 def test_not_uninitialised_already(rewrite: Any) -> None:
-    got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_empty"]), torch.randn(5, 8))
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_empty"]), torch.randn(5, 8)
+    )
     assert got.of(PASS) == [(False, "s is uninitialised already")]
 
 
