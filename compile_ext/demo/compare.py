@@ -1,10 +1,10 @@
-"""Compare a compiled decoder with eager by teacher forcing: the same tokens and the same KV cache at each step."""
+"""Teacher forcing: a compiled decoder gets the tokens and the KV cache eager had at each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ class Cached(Protocol):
 class Trace:
     """What eager did with a sequence: one step for the prompt, then one for each token.
 
-    ``logits`` are those behind the last token of each step; ``margins`` say how decided its routing was: the
-    smallest gap, over all routers and tokens of the step, between the last expert chosen and the first one not.
+    ``logits`` are those behind the last token of each step. ``margins`` say how decided its routing
+    was: the smallest gap, over all routers and tokens of the step, between the last expert chosen
+    and the first one not.
     """
 
     tokens: list[Tensor] = field(default_factory=list)
@@ -43,10 +44,12 @@ class Comparison:
     """The result of teacher forcing.
 
     Args:
-        steps, compared: how many steps there were, and how many had decided routing (only those are compared).
+        steps, compared: how many steps there were, and how many had decided routing: only those
+            are compared.
         max_error: largest difference of a logit.
         tolerance: what it may be.
-        tokens_equal, tokens_decided: greedy tokens equal, of those where eager's top-2 margin exceeds the tolerance.
+        tokens_equal, tokens_decided: greedy tokens equal, of those where eager's top-2 margin
+            exceeds the tolerance.
         logits: those behind the last token of each step, compared or not.
     """
 
@@ -73,9 +76,10 @@ def record(
     routers: Sequence[nn.Module] = (),
     step: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """Run eager greedily; ``routers`` are modules with ``weight``, ``top_k`` and the hidden state as input.
+    """Run eager greedily, until a token is in ``stop``.
 
-    ``step`` is called after each step.
+    ``routers`` are modules with ``weight``, ``top_k`` and the hidden state as input; ``step`` is
+    called after each step.
     """
     trace = Trace()
     gaps: list[float] = []
@@ -100,9 +104,9 @@ def record(
     return trace
 
 
-def _gap(router: nn.Module, x: Tensor) -> float:
-    k = int(router.top_k)  # type: ignore[arg-type]
-    logits = torch.nn.functional.linear(x.float(), router.weight.float())  # type: ignore[operator,arg-type]
+def _gap(router: Any, x: Tensor) -> float:
+    k = int(router.top_k)
+    logits = torch.nn.functional.linear(x.float(), router.weight.float())
     best = logits.topk(k + 1, dim=-1).values
     return float((best[:, k - 1] - best[:, k]).min())
 
@@ -115,7 +119,10 @@ def compare(
     decided: float = 0.0,
     step: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Feed ``forward`` what eager saw at each step; steps whose routing margin is below ``decided`` do not count."""
+    """Feed ``forward`` what eager saw at each step.
+
+    Steps whose routing margin is below ``decided`` do not count; ``step`` is called after each.
+    """
     error, equal, sure, compared = 0.0, 0, 0, 0
     all_logits = []
     for tokens, positions, caches, want, margin in zip(

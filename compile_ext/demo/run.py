@@ -1,4 +1,4 @@
-"""``compile-ext demo``: generate with eager, torch.compile and compile_ext, compare them, say what the passes did."""
+"""``compile-ext demo``: eager, torch.compile and compile_ext, and what the passes did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,12 +29,14 @@ from compile_ext.demo.kernels import count_kernels
 from compile_ext.explain import Report, explain
 from compile_ext.passes import PASS_NAMES
 
-PROMPT_TOKENS, NEW_TOKENS = 16, 24
-# Of the standard deviation of eager's logits. Inductor keeps float32 where eager rounds to bfloat16, so about 1 % of
-# the FP8 bytes differ by one step (6 %), which moves the logits of two layers by up to a fifth of that deviation.
+PROMPT_TOKENS, NEW_TOKENS, TIMED_TOKENS = 16, 24, 8
+# Of the standard deviation of eager's logits. Inductor keeps float32 where eager rounds to
+# bfloat16, so about 1 % of the FP8 bytes differ by one step (6 %), which moves the logits of two
+# layers by up to a fifth of that deviation.
 TOLERANCE = 0.5
-# A router whose last chosen and first rejected expert lie closer than this (logits have a deviation of 4) may choose
-# otherwise after such a change; the step then computes with another expert and is not compared.
+# A router whose last chosen and first rejected expert lie closer than this (logits have a deviation
+# of 4) may choose otherwise after such a change; the step then computes with another expert and is
+# not compared.
 DECIDED = 0.5
 
 
@@ -79,23 +80,28 @@ def run_decoder(console: Console, verbose: bool) -> bool:
 
 def _compile(model: nn.Module, backend: str) -> Forward:
     torch._dynamo.reset()
-    compiled: Any = torch.compile(
+    compiled: Forward = torch.compile(
         model, backend=backend, fullgraph=True, options={"cpp.enable_kernel_profile": True}
     )
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def measure(
-    name: str, model: Cached, forward: Forward, trace: Trace, comparison: Comparison | None, first: float = 0.0
+    name: str,
+    model: Cached,
+    forward: Forward,
+    trace: Trace,
+    comparison: Comparison | None,
+    first: float = 0.0,
 ) -> Way:
-    """Decode the trace's tokens again without a pause, and count the kernels of one step."""
-    steps = list(zip(trace.tokens, trace.positions, strict=True))[1:]
+    """Decode some of the trace's tokens again, and count the kernels of one step."""
+    steps = list(zip(trace.tokens, trace.positions, strict=True))[1 : 1 + TIMED_TOKENS]
     restore(model, trace.caches[1])
     start = time.perf_counter()
     for tokens, positions in steps:
         forward(tokens, positions)
     seconds = time.perf_counter() - start
-    restore(model, trace.caches[-1])
+    restore(model, trace.caches[len(steps)])
     kernels = count_kernels(lambda: forward(*steps[-1]))
     return Way(name, first, len(steps) / seconds, kernels, comparison)
 
@@ -114,8 +120,8 @@ def progress_bar(console: Console) -> Progress:
 def one_thread() -> Iterator[None]:
     """One thread for PyTorch's kernels, which take microseconds here.
 
-    With a second one on a core that others want too, each kernel waits at its barrier: 9 s a token instead of 0.6 s
-    (SmolLM2-135M, 2 cores).
+    With a second one on a core that others want too, each kernel waits at its barrier: 6 to 9 s a
+    token instead of 0.6 s (SmolLM2-135M in eager, 2 cores).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -133,7 +139,8 @@ def show(console: Console, report: Report, ways: list[Way], verbose: bool) -> No
     console.print(_ways_table(ways))
     total = report.pass_seconds + report.compile_seconds
     share = report.pass_seconds / total
-    console.print(f"passes: {report.pass_seconds:.2f} s of {total:.1f} s in the backend, {share:.1%}")
+    spent = f"{report.pass_seconds:.2f} s of {total:.1f} s"
+    console.print(f"passes: {spent} in the backend, {share:.1%}")
 
 
 def _ways_table(ways: list[Way]) -> Table:
@@ -177,6 +184,7 @@ def _passes_table(report: Report) -> Table:
 
 
 def verdict(console: Console, ways: list[Way]) -> bool:
+    """Print for each way whether it agrees with eager. Returns whether all do."""
     ok = True
     for way in ways:
         c = way.comparison
