@@ -109,9 +109,9 @@ def _compare(site: str, value: Tensor, expected: Tensor) -> None:
     if value.shape != expected.shape or value.stride() != expected.stride():
         raise CheckError(
             f"compile_ext.check: {site}",
-            found=f"shape {list(value.shape)}, strides {list(value.stride())}",
-            wanted=f"shape {list(expected.shape)}, strides {list(expected.stride())} as before",
-            fix=fix,
+            f"shape {list(value.shape)}, strides {list(value.stride())}",
+            f"shape {list(expected.shape)}, strides {list(expected.stride())} as before",
+            fix,
         )
     got, want = value.double(), expected.double()
     limit = RELATIVE * want.abs() + ABSOLUTE_OF_MAX * _largest(want)
@@ -122,9 +122,9 @@ def _compare(site: str, value: Tensor, expected: Tensor) -> None:
         count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
         raise CheckError(
             f"compile_ext.check: {site}",
-            found=f"{float(got[at]):.6g} at {list(at)}; {count}",
-            wanted=f"{float(want[at]):.6g} as before",
-            fix=fix,
+            f"{float(got[at]):.6g} at {list(at)}; {count}",
+            f"{float(want[at]):.6g} as before",
+            fix,
         )
 
 

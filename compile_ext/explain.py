@@ -172,9 +172,9 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     if not alive and not fallbacks:
         raise NotCompiledError(
             "explain",
-            found=f"{type(target).__name__} with no live compilation by backend 'compile_ext'",
-            wanted="a model that was compiled and called, or example arguments",
-            fix="call the compiled model once, or explain(model, *example_arguments)",
+            f"{type(target).__name__} with no live compilation by backend 'compile_ext'",
+            "a model that was compiled and called, or example arguments",
+            "call the compiled model once, or explain(model, *example_arguments)",
         )
     rows = dict.fromkeys(row for record in alive for row in _rows(record, names))
     return Report(

@@ -114,16 +114,16 @@ def _unknown(what: str, name: object, valid: Iterable[str]) -> OptionError:
     shown = valid if len(valid) <= 12 else [*OWN_OPTIONS, "and every key of torch._inductor.config"]
     return OptionError(
         "torch.compile(backend='compile_ext')",
-        found=f"unknown {what} {name!r}",
-        wanted=f"one of {', '.join(shown)}",
-        fix=f"did you mean {' or '.join(close)}?" if close else "correct the name or leave it out",
+        f"unknown {what} {name!r}",
+        f"one of {', '.join(shown)}",
+        f"did you mean {' or '.join(close)}?" if close else "correct the name or leave it out",
     )
 
 
 def _bad(name: str, value: object, wanted: str) -> OptionError:
     return OptionError(
         "torch.compile(backend='compile_ext')",
-        found=f"{name} = {value!r}" if not isinstance(value, str) else f"{name} = {value}",
-        wanted=wanted,
-        fix="correct the value or leave the option out",
+        f"{name} = {value!r}" if not isinstance(value, str) else f"{name} = {value}",
+        wanted,
+        "correct the value or leave the option out",
     )

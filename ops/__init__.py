@@ -1,7 +1,7 @@
 """Custom ops: one file an op, one file a kernel. Imports torch only."""
 
 from compile_ext.ops.block_scaled_mm import block_scaled_mm
-from compile_ext.ops.contract import Align, Gemm, OpContract, Pad, contract_of, register_contract
+from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
 from compile_ext.ops.quantize import (
     dequantize_fp8_blocks,
     dequantize_fp8_groups,
@@ -9,6 +9,7 @@ from compile_ext.ops.quantize import (
     quantize_fp8_groups,
     quantize_fp8_per_token,
 )
+from compile_ext.ops.registry import contract_of, register_contract
 from compile_ext.ops.router_gemm import router_gemm
 from compile_ext.ops.router_gemm_m1 import router_gemm_m1
 from compile_ext.ops.scaled_mm import scaled_mm

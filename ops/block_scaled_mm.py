@@ -71,13 +71,14 @@ def _check(
         if scale_a is None:
             raise ShapeError(
                 NAME,
-                found="a of float8_e4m3fn without scale_a",
-                wanted=f"scale_a [m, ceil(k/{BLOCK})]",
-                fix="pass what quantize_fp8_groups returned, or a bfloat16 a",
+                "a of float8_e4m3fn without scale_a",
+                f"scale_a [m, ceil(k/{BLOCK})]",
+                "pass what quantize_fp8_groups returned, or a bfloat16 a",
             )
         checks.dtype_in(NAME, "scale_a", scale_a, (torch.float32,))
         checks.shape_is(NAME, "scale_a", scale_a, (a.shape[0], blocks_of(k)))
-    checks.same_device(NAME, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+        checks.same_device(NAME, a=a, scale_a=scale_a)
+    checks.same_device(NAME, a=a, b=b, scale_b=scale_b, bias=bias)
     checks.bias_fits(NAME, bias, n)
     checks.out_dtype_is_float(NAME, out_dtype)
 

@@ -30,9 +30,9 @@ def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ..
         names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
         raise DtypeError(
             op,
-            found=f"{name} of {str(x.dtype).removeprefix('torch.')}",
-            wanted=names,
-            fix=f"pass {name} as {names}",
+            f"{name} of {str(x.dtype).removeprefix('torch.')}",
+            names,
+            f"pass {name} as {names}",
         )
 
 
@@ -40,9 +40,9 @@ def rank_is(op: str, name: str, x: torch.Tensor, rank: int) -> None:
     if x.dim() != rank:
         raise RankError(
             op,
-            found=f"{name} of shape {list(x.shape)}",
-            wanted=f"{rank} dimensions",
-            fix=f"reshape {name}, for example {name}.reshape(-1, {name}.shape[-1])",
+            f"{name} of shape {list(x.shape)}",
+            f"{rank} dimensions",
+            f"reshape {name}, for example {name}.reshape(-1, {name}.shape[-1])",
         )
 
 
@@ -53,9 +53,9 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> None:
         if x.device != reference.device:
             raise DeviceError(
                 op,
-                found=f"{name} on {x.device} and {first} on {reference.device}",
-                wanted="all tensors on one device",
-                fix=f"move {name} with .to({str(reference.device)!r})",
+                f"{name} on {x.device} and {first} on {reference.device}",
+                "all tensors on one device",
+                f"move {name} with .to({str(reference.device)!r})",
             )
 
 
@@ -63,9 +63,9 @@ def same_k(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
     if not same(a.shape[-1], b.shape[-1]):
         raise ShapeError(
             op,
-            found=f"a {list(a.shape)} and b {list(b.shape)}",
-            wanted="a [..., k] and b [n, k] with one k",
-            fix="b is stored [n, k], as torch.nn.Linear.weight is: pass it untransposed",
+            f"a {list(a.shape)} and b {list(b.shape)}",
+            "a [..., k] and b [n, k] with one k",
+            "b is stored [n, k], as torch.nn.Linear.weight is: pass it untransposed",
         )
 
 
@@ -76,9 +76,9 @@ def rows_contiguous(op: str, name: str, x: torch.Tensor) -> None:
         return
     raise LayoutError(
         op,
-        found=f"{name} of shape {list(x.shape)} with strides {list(x.stride())}",
-        wanted="stride 1 in the last dimension",
-        fix=f"pass {name}.contiguous()",
+        f"{name} of shape {list(x.shape)} with strides {list(x.stride())}",
+        "stride 1 in the last dimension",
+        f"pass {name}.contiguous()",
     )
 
 
@@ -89,9 +89,9 @@ def shape_is(op: str, name: str, x: torch.Tensor, *allowed: tuple[Size, ...]) ->
     wanted = " or ".join(str(list(s)) for s in allowed)
     raise ShapeError(
         op,
-        found=f"{name} of shape {list(x.shape)}",
-        wanted=wanted,
-        fix=f"reshape or rebuild {name}",
+        f"{name} of shape {list(x.shape)}",
+        wanted,
+        f"reshape or rebuild {name}",
     )
 
 
@@ -105,7 +105,7 @@ def out_dtype_is_float(op: str, dtype: torch.dtype) -> None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise DtypeError(
             op,
-            found=f"out_dtype {dtype}",
-            wanted="bfloat16, float16 or float32",
-            fix="leave out_dtype out for bfloat16",
+            f"out_dtype {dtype}",
+            "bfloat16, float16 or float32",
+            "leave out_dtype out for bfloat16",
         )

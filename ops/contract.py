@@ -6,15 +6,13 @@ for third-party ops alike. All names in a contract are argument names of the op'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
-
-from compile_ext.ops.errors import ContractError
 
 Layout = Literal["nt", "nn"]
 Predicate = Callable[..., bool]
@@ -59,7 +57,7 @@ class Pad:
     block: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Align:
     """A GEMM dimension must be a multiple of ``multiple`` elements for the fast kernels.
 
@@ -72,11 +70,14 @@ class Align:
     multiple: int
     pad: Mapping[str, float | Pad] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _freeze(self, "pad")
+
     def pads(self) -> dict[str, Pad]:
         return {k: v if isinstance(v, Pad) else Pad(v) for k, v in self.pad.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpContract:
     """What an op declares. Every field may be left out; a pass uses what is there.
 
@@ -100,152 +101,16 @@ class OpContract:
     m1_variant: OpOverload | None = None
     compile_units: Callable[..., Any] | None = None
 
-
-_CONTRACTS: dict[OpOverload, OpContract] = {}
-
-
-def register_contract(op: OpOverload, contract: OpContract) -> None:
-    """Declare ``contract`` for ``op``; replaces an earlier declaration.
-
-    Args:
-        op: one overload, e.g. ``torch.ops.mylib.gemm.default``.
-
-    Raises:
-        ContractError: ``op`` is no overload, the contract names an argument that the schema lacks,
-            or it declares an impossible alignment. Nothing is registered then.
-    """
-    if not isinstance(op, OpOverload):
-        raise ContractError(
-            f"register_contract({op})",
-            found=f"a {type(op).__name__}",
-            wanted="one operator overload (torch._ops.OpOverload)",
-            fix="pass the overload, for example torch.ops.mylib.gemm.default",
-        )
-    _check_names(op, contract)
-    _check_align(op, contract)
-    _check_m1_variant(op, contract)
-    _CONTRACTS[op] = contract
+    def __post_init__(self) -> None:
+        _freeze(self, "align")
+        _freeze(self, "unread")
 
 
-def contract_of(op: OpOverload) -> OpContract | None:
-    """The contract declared for ``op``, or None."""
-    return _CONTRACTS.get(op)
-
-
-def _refuse(op: OpOverload, found: str, wanted: str, fix: str) -> ContractError:
-    return ContractError(f"contract of {op}", found=found, wanted=wanted, fix=fix)
-
-
-def _check_names(op: OpOverload, contract: OpContract) -> None:
-    schema = {a.name: a for a in op._schema.arguments}
-    named: list[tuple[str, str]] = []
-    if contract.gemm:
-        named += [("gemm", x) for x in contract.gemm.arguments()]
-        if contract.gemm.layout not in ("nt", "nn"):
-            raise _refuse(
-                op, f"gemm layout {contract.gemm.layout!r}", "'nt' or 'nn'",
-                "say 'nt' for b [n, k] and 'nn' for b [k, n]",
-            )  # fmt: skip
-    for dim, align in contract.align.items():
-        if not isinstance(align, Align):
-            raise _refuse(
-                op, f"align[{dim!r}] = {align!r}", "an Align",
-                f"write align={{{dim!r}: Align(16, pad={{...}})}}",
-            )  # fmt: skip
-    named += [(f"align[{d!r}].pad", x) for d, al in contract.align.items() for x in al.pad]
-    named += [("unread", x) for x in contract.unread]
-    named += [("overwritten", x) for x in contract.overwritten]
-    named += [("prewait_reads", x) for x in contract.prewait_reads]
-    tensors = [n for n, a in schema.items() if "Tensor" in str(a.type)]
-    for where, name in named:
-        if name not in schema:
-            raise _refuse(
-                op, f"argument {name!r} in {where}, which the schema lacks",
-                f"one of {', '.join(schema)}", f"name an argument of {op._schema}",
-            )  # fmt: skip
-        if name not in tensors:
-            raise _refuse(
-                op, f"argument {name!r} in {where}, which is {schema[name].type}",
-                f"a Tensor argument: {', '.join(tensors)}", "leave it out",
-            )  # fmt: skip
-    for name, predicate in contract.unread.items():
-        if not callable(predicate):
-            raise _refuse(
-                op, f"unread[{name!r}] = {predicate!r}",
-                "a predicate that takes the call's arguments by name",
-                f"write unread={{{name!r}: lambda **_: True}}",
-            )  # fmt: skip
-    if contract.gemm and contract.gemm.a in contract.prewait_reads:
-        raise _refuse(
-            op, f"prewait_reads with {contract.gemm.a!r}, the activation",
-            "arguments that no kernel before this one writes", "leave it out",
-        )  # fmt: skip
-    for name in contract.overwritten:
-        info = schema[name].alias_info
-        if info is None or not info.is_write:
-            raise _refuse(
-                op, f"overwritten argument {name!r}, which the schema does not mutate",
-                "an argument declared like Tensor(a!)", f"declare it mutable in {op._schema}",
-            )  # fmt: skip
-
-
-def _check_align(op: OpOverload, contract: OpContract) -> None:
-    if contract.align and contract.gemm is None:
-        raise _refuse(op, "align without gemm", "gemm=Gemm(a=..., b=...)", "say which arguments form the GEMM")  # fmt: skip
-    for dim, align in contract.align.items():
-        where = f"align[{dim!r}]"
-        if dim not in ("n", "k"):
-            raise _refuse(
-                op, f"{where}", "'n' or 'k'", "M changes with each call: pad it inside the op"
-            )
-        if isinstance(align.multiple, bool) or not isinstance(align.multiple, int) or align.multiple < 1:  # fmt: skip
-            raise _refuse(op, f"{where} with multiple {align.multiple!r}", "an integer of at least 1", "give the multiple in elements")  # fmt: skip
-        assert contract.gemm is not None
-        owners = (contract.gemm.b,) if dim == "n" else (contract.gemm.a, contract.gemm.b)
-        for owner in owners:
-            if owner not in align.pad:
-                raise _refuse(
-                    op, f"{where} without a pad value for {owner!r}, which has that dimension",
-                    f"pad values for {', '.join(owners)}", f"add {owner!r}: 0 to pad",
-                )  # fmt: skip
-        if dim == "n" and contract.gemm.a in align.pad:
-            raise _refuse(op, f"{where} pads {contract.gemm.a!r}", "arguments that have N", f"{contract.gemm.a!r} is [m, k]: leave it out")  # fmt: skip
-        for name, pad in align.pads().items():
-            if isinstance(pad.block, bool) or not isinstance(pad.block, int) or pad.block < 1:
-                raise _refuse(op, f"{where} pads {name!r} with block {pad.block!r}", "an integer of at least 1", "give the block in elements")  # fmt: skip
-            if not isinstance(pad.value, (int, float)) or math.isnan(pad.value):
-                raise _refuse(op, f"{where} pads {name!r} with {pad.value!r}", "a number that is not NaN", "0 for data, 1.0 for scales")  # fmt: skip
-
-
-def _check_m1_variant(op: OpOverload, contract: OpContract) -> None:
-    variant = contract.m1_variant
-    if variant is None:
-        return
-    if not isinstance(variant, OpOverload):
-        raise _refuse(
-            op,
-            f"m1_variant of type {type(variant).__name__}",
-            "an operator overload",
-            "pass e.g. torch.ops.mylib.gemm_m1.default",
-        )
-    if contract.gemm is None:
-        raise _refuse(
-            op,
-            "m1_variant without gemm",
-            "gemm=Gemm(a=..., b=...)",
-            "say which argument holds the M tokens",
-        )
-
-    def signature(o: OpOverload) -> list[tuple[str, str]]:
-        return [(a.name, str(a.type)) for a in o._schema.arguments]
-
-    if signature(variant) != signature(op):
-        raise _refuse(
-            op,
-            f"m1_variant {variant._schema}",
-            f"the same arguments as {op._schema}",
-            "give the variant the same schema",
-        )
+def _freeze(owner: Any, name: str) -> None:
+    """A registered contract was checked: it must not change through the dict it was made from."""
+    value = getattr(owner, name)
+    if isinstance(value, Mapping):
+        object.__setattr__(owner, name, MappingProxyType(dict(value)))
 
 
 def m_of(a: torch.Tensor) -> int | torch.SymInt:

@@ -14,8 +14,9 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
-from compile_ext.ops.contract import OpContract, register_contract
+from compile_ext.ops.contract import OpContract
 from compile_ext.ops.errors import GradError
+from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
 _LIBRARY = Library(NAMESPACE, "DEF")
@@ -121,7 +122,7 @@ def refuse_grad(where: str, args: tuple[Any, ...]) -> None:
         if isinstance(arg, torch.Tensor) and arg.requires_grad:
             raise GradError(
                 where,
-                found=f"argument {i} requires grad",
-                wanted="inference: the op has no gradient",
-                fix="call under torch.no_grad() or torch.inference_mode(), or detach() the tensor",
+                f"argument {i} requires grad",
+                "inference: the op has no gradient",
+                "call under torch.no_grad() or torch.inference_mode(), or detach() the tensor",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CompileExtError(Exception):
-    """Base of every error that compile_ext raises on purpose.
+    """Base of every error that compile_ext raises on purpose: ``Error(where, found, wanted, fix)``.
 
     Args:
         where: the op, option or function that refuses, e.g. ``scaled_mm``.
@@ -13,19 +13,30 @@ class CompileExtError(Exception):
         fix: one thing to do about it.
     """
 
-    def __init__(self, where: str, *, found: str, wanted: str, fix: str) -> None:
-        self.where, self.found, self.wanted, self.fix = where, found, wanted, fix
-        super().__init__(f"{where}: found {found}; wanted {wanted}; fix: {fix}")
+    # No __init__: Dynamo does not trace one, and under fullgraph=True the user would read of that
+    # and not of the fault. Without it, Dynamo shows the arguments, and pickle works.
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # The default pickles `args` alone, which would call __init__ without its keywords.
-        return _rebuild, (type(self), self.where, self.found, self.wanted, self.fix)
+    @property
+    def where(self) -> str:
+        return str(self.args[0])
 
+    @property
+    def found(self) -> str:
+        return str(self.args[1])
 
-def _rebuild(
-    cls: type[CompileExtError], where: str, found: str, wanted: str, fix: str
-) -> CompileExtError:
-    return cls(where, found=found, wanted=wanted, fix=fix)
+    @property
+    def wanted(self) -> str:
+        return str(self.args[2])
+
+    @property
+    def fix(self) -> str:
+        return str(self.args[3])
+
+    def __str__(self) -> str:
+        return f"{self.where}: found {self.found}; wanted {self.wanted}; fix: {self.fix}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self})"  # what Dynamo shows of an error in a fake
 
 
 class DtypeError(CompileExtError, TypeError):

@@ -33,7 +33,9 @@ def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     dtype_in("quantize_fp8_per_token", "x", x, _FLOATS)
     rank_is("quantize_fp8_per_token", "x", x, 2)
     x = x.float()
-    scale = _scale(x.abs().amax(dim=-1, keepdim=True))
+    # amax refuses k = 0; a row of no elements is a zero row.
+    amax = x.abs().amax(dim=-1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    scale = _scale(amax)
     return _to_fp8(x / scale).contiguous(), scale  # of a transposed x too: scaled_mm needs rows
 
 
@@ -112,7 +114,7 @@ def _scale(amax: Tensor) -> Tensor:
 
 
 def _to_fp8(x: Tensor) -> Tensor:
-    # amax / scale can round to just above 448, which e4m3 would turn into NaN.
+    # amax / scale can round to just above 448, and conversions differ in what they make of that.
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 

@@ -21,9 +21,9 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     if not checks.same(m_of(a), 1):
         raise ShapeError(
             NAME,
-            found=f"a of shape {list(a.shape)}",
-            wanted="one token: the leading dimensions multiply to 1",
-            fix="call router_gemm",
+            f"a of shape {list(a.shape)}",
+            "one token: the leading dimensions multiply to 1",
+            "call router_gemm",
         )
 
 

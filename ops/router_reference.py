@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import checks
+from compile_ext.ops.errors import RankError
 
 
 def router_gemm_ref(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -17,7 +18,7 @@ def check(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     checks.dtype_in(op, "a", a, (torch.bfloat16,))
     checks.dtype_in(op, "b", b, (torch.bfloat16,))
     if a.dim() == 0:
-        checks.rank_is(op, "a", a, 2)
+        raise RankError(op, "a of shape []", "at least 1 dimension", "pass a as [..., k]")
     checks.rank_is(op, "b", b, 2)
     checks.same_device(op, a=a, b=b, bias=bias)
     checks.same_k(op, a, b)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
-from compile_ext.ops.contract import OpContract, contract_of
+from compile_ext.ops.contract import OpContract
+from compile_ext.ops.registry import contract_of
 from compile_ext.passes.values import tensor
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ import torch
 from torch.library import Library
 
 import compile_ext
-from compile_ext.ops import Align, Gemm, OpContract, Pad, contract, contract_of, register_contract
+from compile_ext.ops import Align, Gemm, OpContract, Pad, contract_of, register_contract, registry
 from compile_ext.ops.define import Kernel, define_op, definition_of, never
 from compile_ext.ops.errors import CompileExtError, ContractError
 
@@ -27,7 +27,7 @@ GEMM = Gemm(a="x", b="w")
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The namespace of a third-party library, with a gemm, its M = 1 form and other ops."""
-    monkeypatch.setattr(contract, "_CONTRACTS", dict(contract._CONTRACTS))
+    monkeypatch.setattr(registry, "_CONTRACTS", dict(registry._CONTRACTS))
     library = Library(NAMESPACE, "DEF")
     library.define(f"gemm{GEMM_ARGUMENTS}")
     library.define(f"gemm_m1{GEMM_ARGUMENTS}")
@@ -57,6 +57,23 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
     "align_pad": (
         align(w=0, scales=1.0),
         "argument 'scales' in align['n'].pad", f"one of {ARGUMENTS}", "name an argument of"),
+    "gemm_twice": (
+        OpContract(gemm=Gemm(a="x", b="x")),
+        "gemm names 'x' 2 times", "one role an argument", "its own argument"),
+    "gemm_tuple": (
+        OpContract(gemm=("x", "w")),  # type: ignore[arg-type]
+        "gemm = ('x', 'w')", "a Gemm", "Gemm(a=..., b=...)"),
+    "prewait_text": (
+        OpContract(gemm=GEMM, prewait_reads="w"),  # type: ignore[arg-type]
+        "prewait_reads = 'w'", "a tuple of argument names", "prewait_reads=('w',)"),
+    "compile_units": (
+        OpContract(compile_units=3),  # type: ignore[arg-type]
+        "compile_units = 3", "a callable", "leave it out"),
+    "pad_axis": (
+        align(w=Pad(0, axis="n")),  # type: ignore[arg-type]
+        "align['n'] pads 'w' along axis 'n'", "an integer or None", "as a number"),
+    "pad_inf": (align(w=float("inf")), "pads 'w' with inf", "a finite number", "0 for data"),
+    "pad_bool": (align(w=True), "pads 'w' with True", "a finite number", "0 for data"),
     "unread": (
         OpContract(unread={"scale_a": lambda **_: True}),
         "argument 'scale_a' in unread", f"one of {ARGUMENTS}", "name an argument of"),
@@ -93,8 +110,8 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
     "align_n_pads_a": (
         align("n", w=0, x=0), "align['n'] pads 'x'", "arguments that have N", "'x' is [m, k]"),
     "align_nan": (
-        align("n", w=0, bias=float("nan")), "pads 'bias' with nan", "not NaN", "1.0 for scales"),
-    "align_text": (align("n", w="0"), "align['n'] pads 'w' with '0'", "a number", "0 for data"),
+        align("n", w=0, bias=float("nan")), "pads 'bias' with nan", "a finite number", "1.0 for scales"),
+    "align_text": (align("n", w="0"), "align['n'] pads 'w' with '0'", "a finite number", "0 for data"),
     "align_block_0": (
         align("n", w=0, scale=Pad(1.0, block=0)), "'scale' with block 0", "at least 1", "elements"),
 }  # fmt: skip
@@ -128,13 +145,13 @@ def test_refusal_keeps_the_earlier_contract(ops):
 @pytest.mark.parametrize("what", ["packet", "name", "function"])
 def test_refuses_what_is_no_overload(what, ops):
     op = {"packet": ops.gemm, "name": f"{NAMESPACE}::gemm", "function": torch.mm}[what]
-    before = dict(contract._CONTRACTS)
+    before = dict(registry._CONTRACTS)
     with pytest.raises(ContractError) as raised:
         register_contract(op, OpContract())
     assert f"register_contract({op})" in str(raised.value)
     assert type(op).__name__ in raised.value.found
     assert "torch.ops.mylib.gemm.default" in raised.value.fix
-    assert before == contract._CONTRACTS
+    assert before == registry._CONTRACTS
 
 
 @pytest.mark.parametrize("variant", ["gemm_other", "renamed"])
@@ -272,10 +289,29 @@ def test_an_op_without_a_reference_as_last_kernel_is_not_defined():
 
 
 def test_errors_survive_a_process_boundary():
-    # Workers of a process pool send errors pickled; keyword arguments break the default way.
-    error = ContractError("gemm", found="f", wanted="w", fix="x")
+    # Workers of a process pool send errors pickled.
+    error = ContractError("gemm", "f", "w", "x")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is ContractError
     assert isinstance(copy, CompileExtError)
     assert (str(copy), copy.where, copy.found) == (str(error), "gemm", "f")
     assert (copy.wanted, copy.fix) == ("w", "x")
+
+
+def test_a_registered_contract_cannot_change_through_its_dicts(ops):
+    aligns, pads = {}, {"w": 0, "x": 0}
+    made = OpContract(gemm=GEMM, align=aligns)
+    aligns["n"] = Align(16, pad=pads)
+    assert dict(made.align) == {}
+    pads["w"] = float("nan")
+    assert aligns["n"].pad["w"] == 0
+    with pytest.raises(TypeError):
+        made.align["n"] = aligns["n"]  # type: ignore[index]
+
+
+def test_refuses_none_and_the_op_as_its_own_variant(ops):
+    with pytest.raises(ContractError, match="found a NoneType; wanted an OpContract"):
+        register_contract(ops.gemm.default, None)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="the op itself"):
+        register_contract(ops.gemm.default, OpContract(gemm=GEMM, m1_variant=ops.gemm.default))
+    assert contract_of(ops.gemm.default) is None

@@ -239,9 +239,15 @@ def test_dequantizers_refuse(dequantize):
         dequantize(q, torch.ones(2, 3))
 
 
-@pytest.mark.xfail(reason="Dynamo cannot trace an exception class with an __init__ of its own")
 @each_quantizer
 def test_refusal_reaches_the_user_with_fullgraph(name):
     quantize, _, _ = QUANTIZERS[name]
     with pytest.raises(TorchDynamoException, match="bfloat16 or float16"):
         torch.compile(quantize, backend="eager", fullgraph=True)(torch.ones(2, 3).int())
+
+
+def test_per_token_of_no_features():
+    q, scale = quantize_fp8_per_token(torch.empty(3, 0))
+    assert q.shape == (3, 0)
+    assert scale.tolist() == [[scale[0, 0].item()]] * 3
+    assert scale[0, 0] > 0

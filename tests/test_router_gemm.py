@@ -168,7 +168,9 @@ BAD = {  # argument, value, error, found, wanted; the fix where it is not the us
     "a_fp32": ("a", torch.ones(1, 32), DtypeError, "a of float32", "bfloat16"),
     "b_fp8": ("b", torch.ones(6, 32).to(torch.float8_e4m3fn), DtypeError, "float8", "bfloat16"),
     "bias_int": ("bias", torch.ones(6).int(), DtypeError, "bias of int32", "bfloat16 or float16"),
-    "a_scalar": ("a", torch.tensor(1.0).bfloat16(), RankError, "a of shape []", "dimensions"),
+    "a_scalar": (
+        "a", torch.tensor(1.0).bfloat16(), RankError, "a of shape []", "at least 1 dimension",
+        "as [..., k]"),
     "b_rank_1": ("b", torch.ones(32).bfloat16(), RankError, "b of shape [32]", "2 dimensions"),
     "b_rank_3": ("b", torch.ones(1, 6, 32).bfloat16(), RankError, "[1, 6, 32]", "2 dimensions"),
     "b_transposed": (

@@ -11,7 +11,6 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import compile_ext
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
 from compile_ext.ops import quantize_fp8_per_token, scaled_mm
