@@ -54,7 +54,10 @@ def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[
         recorded = _Recorder(original)
         recorded.run(*_arguments(ctx, args))
         torch.random.set_rng_state(state)
-        _Comparer(ctx, recorded).run(*_arguments(ctx, args), *constants)
+        rewritten = _Comparer(ctx, recorded)
+        rewritten.run(*_arguments(ctx, args), *constants)
+    if rewritten.fault is not None:  # raised here: Interpreter would add its own text to it
+        raise rewritten.fault
 
 
 def _arguments(ctx: PassContext, args: Any) -> list[Any]:
@@ -89,6 +92,7 @@ class _Comparer(Interpreter):
     def __init__(self, ctx: PassContext, original: _Recorder) -> None:
         super().__init__(ctx.root)
         self.ctx, self.original = ctx, original
+        self.fault: CheckError | None = None
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
@@ -98,16 +102,16 @@ class _Comparer(Interpreter):
         name = self.ctx.replaced.get(n.name, n.name)
         expected = self.original.values.get(name)
         if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            _compare(self.original.names[name], value, expected)
-            if rewritten:
+            self.fault = self.fault or _fault(self.original.names[name], value, expected)
+            if rewritten and value.shape == expected.shape:
                 value.copy_(expected)
         return value
 
 
-def _compare(site: str, value: Tensor, expected: Tensor) -> None:
+def _fault(site: str, value: Tensor, expected: Tensor) -> CheckError | None:
     fix = "report it, and leave the pass out with compile_ext.disable"
     if value.shape != expected.shape or value.stride() != expected.stride():
-        raise CheckError(
+        return CheckError(
             f"compile_ext.check: {site}",
             f"shape {list(value.shape)}, strides {list(value.stride())}",
             f"shape {list(expected.shape)}, strides {list(expected.stride())} as before",
@@ -120,12 +124,13 @@ def _compare(site: str, value: Tensor, expected: Tensor) -> None:
     if wrong.any():
         at = tuple(int(i) for i in wrong.nonzero()[0])
         count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-        raise CheckError(
+        return CheckError(
             f"compile_ext.check: {site}",
             f"{float(got[at]):.6g} at {list(at)}; {count}",
             f"{float(want[at]):.6g} as before",
             fix,
         )
+    return None
 
 
 def _largest(x: Tensor) -> Tensor:

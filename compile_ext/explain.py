@@ -109,14 +109,13 @@ class Report:
         )
         for name in ("module", "op", "M", "N", "K", "kernel"):
             table.add_column(name, justify="right" if name in "MNK" else "left", overflow="fold")
-        table.add_column("passes", ratio=1)
+        table.add_column("decisions", ratio=1)
         for module, row in _grouped(self.rows):
             s = row.site
-            said = "\n".join(
-                f"{'*' if d.fired else '-'} {d.pass_name}: {d.detail}" for d in row.decisions
-            )
+            lines = [f"{'*' if d.fired else '-'} {d.pass_name}: {d.detail}" for d in row.decisions]
+            lines += [f"- kernel {reason}" for reason in (s.passed_over if s else ())]
             size = (_range(s.m), str(s.n), str(s.k), s.kernel) if s else ("", "", "", "")
-            table.add_row(module, row.op.removeprefix("compile_ext::"), *size, said)
+            table.add_row(module, row.op.removeprefix("compile_ext::"), *size, "\n".join(lines))
         return table
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import block_scaled_mm_aten, checks
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -99,7 +99,10 @@ OP = define_op(
     " ScalarType out_dtype) -> Tensor",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=block_scaled_mm_ref),),
+    kernels=(
+        Kernel("aten", why_not=block_scaled_mm_aten.why_not, run=block_scaled_mm_aten.run),  # SM90
+        Kernel("reference", why_not=never, run=block_scaled_mm_ref),
+    ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),
         # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's

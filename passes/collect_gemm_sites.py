@@ -34,6 +34,7 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
     out = tensor(call.node)
     if a is None or b is None or b.dim() < 2:
         return None
+    kernel, passed_over = _kernel(call)
     n, k = b.shape[-2:] if gemm.layout == "nt" else b.shape[-2:][::-1]
     return Site(
         op=call.op._schema.name,
@@ -45,16 +46,18 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
         out_dtype=_dtype(out) if out is not None else "-",
         scales=(_shape(call, gemm.scale_a), _shape(call, gemm.scale_b)),
         bias=gemm.bias is not None and call.arguments[gemm.bias] is not None,
-        kernel=_kernel(call),
+        kernel=kernel,
+        passed_over=passed_over,
     )
 
 
-def _kernel(call: OpCall) -> str:
+def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:
     definition = definition_of(call.op)
     if definition is None:
-        return "-"
+        return "-", ()
     values: dict[str, Any] = fakes(call.arguments)
-    return definition.kernel_for(*values.values())[0].name
+    kernel, reasons = definition.kernel_for(*values.values())
+    return kernel.name, tuple(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _size(size: int | torch.SymInt) -> int | str:

@@ -34,6 +34,7 @@ class Site:
         scales: shapes of scale_a and scale_b, ``-`` for none.
         bias: whether there is one.
         kernel: the kernel that runs (for a third-party op, its own: ``-``).
+        passed_over: why each kernel that would be preferred does not: ``name: reason``.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Site:
     scales: tuple[str, str]
     bias: bool
     kernel: str
+    passed_over: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)

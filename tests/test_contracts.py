@@ -110,8 +110,10 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
     "align_n_pads_a": (
         align("n", w=0, x=0), "align['n'] pads 'x'", "arguments that have N", "'x' is [m, k]"),
     "align_nan": (
-        align("n", w=0, bias=float("nan")), "pads 'bias' with nan", "a finite number", "1.0 for scales"),
-    "align_text": (align("n", w="0"), "align['n'] pads 'w' with '0'", "a finite number", "0 for data"),
+        align("n", w=0, bias=float("nan")),
+        "pads 'bias' with nan", "a finite number", "1.0 for scales"),
+    "align_text": (
+        align("n", w="0"), "align['n'] pads 'w' with '0'", "a finite number", "0 for data"),
     "align_block_0": (
         align("n", w=0, scale=Pad(1.0, block=0)), "'scale' with block 0", "at least 1", "elements"),
 }  # fmt: skip

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("transformers", "gguf", "safetensors", "deep_gemm", "cutlass", "triton")
 
 
 def setuptools_table() -> dict[str, Any]:
-    return tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
 def modules_on_disk() -> dict[str, Path]:

@@ -43,9 +43,11 @@ def test_fields() -> None:
     x = torch.randn(5, 144).bfloat16()
     torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
     common: dict[str, Any] = {"m": (2, 512), "kernel": "reference"}
+    on_cpu = "the tensors are on cpu"
     assert sites_of(Block(), x) == {
         "up": Site(
             op="compile_ext::block_scaled_mm",
+            passed_over=(f"aten: runs on CUDA, {on_cpu}",),
             n=256,
             k=144,
             a_dtype="bfloat16",
@@ -57,6 +59,7 @@ def test_fields() -> None:
         ),
         "down": Site(
             op="compile_ext::scaled_mm",
+            passed_over=(f"aten: runs on CUDA, {on_cpu}",),
             n=64,
             k=256,
             a_dtype="float8_e4m3fn",
@@ -68,6 +71,7 @@ def test_fields() -> None:
         ),
         "gate": Site(
             op="compile_ext::router_gemm",
+            passed_over=(f"aten: torch.mm(out_dtype=) runs on CUDA, {on_cpu}",),
             n=8,
             k=144,
             a_dtype="bfloat16",

@@ -235,7 +235,10 @@ READERS = {
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_readers_see_eagers_strides(rewrite: Any, read: Any, m: int, inner: str) -> None:
     got = rewrite(
-        Reader(read), torch.randn(m, 8), tolerance=ROUNDING, options={"compile_ext.inner": inner}
+        Reader(read),
+        torch.randn(m, 8),
+        tolerance=10 * ROUNDING,  # "opaque op" squares values of up to 10
+        options={"compile_ext.inner": inner},
     )
     assert got.of(PASS)[0] == (True, "N 6 -> 8: w padded")
 
