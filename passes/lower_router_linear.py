@@ -6,6 +6,7 @@
 Legal: x and w are bfloat16, N is at most 2048, and every reader of the linear converts it to
 float32 first. The logits are then not rounded to bfloat16 in between: closer to exact than the
 original, by up to 2^-9 relative.
+A candidate is a linear whose output becomes scores (see ``_is_candidate``); others are not listed.
 Bails: a reader that wants the bfloat16 logits, other dtypes, autocast, a gradient.
 """
 
@@ -16,7 +17,14 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.readers import Linear, is_topk, read_cast, read_linear, read_softmax
+from compile_ext.passes.readers import (
+    Linear,
+    is_choice,
+    is_score_step,
+    read_cast,
+    read_linear,
+    read_softmax,
+)
 from compile_ext.passes.values import is_static, tensor
 
 MAX_EXPERTS = 2048  # a wider linear is a projection or an LM head
@@ -40,18 +48,33 @@ def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
 
 
 def _is_candidate(node: Node) -> bool:
-    """It feeds a top-k within a few steps, or something reads it in float32."""
-    if any(_reads_in_float32(user) for user in node.users):
-        return True
-    return any(is_topk(u) or any(map(is_topk, u.users)) for u in node.users)
+    """Whether a linear's output becomes scores: a choice of experts follows, or a float32 softmax,
+    or the graph hands it out in float32 (the choice is then in another graph).
+
+    A float32 cast alone is no sign of a router: the RMSNorm behind DeepSeek's q_a_proj has one too.
+    """
+    seen: set[Node] = set()
+    todo = [node]
+    while todo:
+        at = todo.pop()
+        for user in at.users:
+            if is_choice(user) or read_softmax(user) == torch.float32:
+                return True
+            if user.op == "output" and at is not node and _dtype(at) == torch.float32:
+                return True
+            if is_score_step(user) and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    found = tensor(node)
+    return None if found is None else found.dtype
 
 
 def _reads_in_float32(user: Node) -> bool:
-    return read_cast(user) == torch.float32 or (
-        read_softmax(user) == torch.float32
-        and (x := tensor(user.args[0])) is not None
-        and x.dtype != torch.float32
-    )
+    return torch.float32 in (read_cast(user), read_softmax(user))
 
 
 def _why_not(node: Node, linear: Linear) -> str | None:

@@ -249,8 +249,34 @@ def read_transpose(node: Any) -> Node | None:
     return None
 
 
-def is_topk(node: Node) -> bool:
-    return node.target == "topk" or _calls(node, {torch.topk, aten.topk.default})
+# What lies between a router's linear and the choice of experts: casts, scores, a bias, a new shape.
+_SCORE_METHODS = {
+    "softmax", "sigmoid", "add", "__add__", "view", "reshape", "flatten", "unflatten", "unsqueeze",
+    "squeeze", "contiguous",
+}  # fmt: skip
+_SCORE_FUNCTIONS = {
+    F.softmax, torch.softmax, aten.softmax.int, torch.sigmoid, F.sigmoid, aten.sigmoid.default,
+    operator.add, torch.add, aten.add.Tensor, torch.reshape, torch.flatten, torch.unsqueeze,
+}  # fmt: skip
+_CHOICES = {torch.topk, aten.topk.default, torch.sort, torch.argmax, torch.max}
+
+
+def is_choice(node: Node) -> bool:
+    """It picks the largest of its input: top-k, argmax, a sort."""
+    return _calls(node, _CHOICES) or (
+        node.op == "call_method" and node.target in ("topk", "sort", "argmax", "max")
+    )
+
+
+def is_score_step(node: Node) -> bool:
+    """It keeps one value an expert: a cast, softmax, sigmoid, a bias, a factor, a new shape."""
+    if _calls(
+        node, {operator.mul, operator.truediv}
+    ):  # by a number: a product of tensors is no score
+        return len(node.all_input_nodes) == 1
+    if node.op == "call_method" and node.target in _SCORE_METHODS:
+        return True
+    return read_cast(node) is not None or _calls(node, _SCORE_FUNCTIONS)
 
 
 # Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter

@@ -1,4 +1,4 @@
-"""Two processes with one cache folder and other weights: the second hits the caches and is right."""
+"""Two processes, one cache folder, other weights: the second hits the caches and is right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# Prints, as JSON, cache counters and the largest difference from eager, for a model made from a seed.
+# Prints cache counters and the largest difference from eager, for a model made from a seed.
 PROGRAM = """
 import json, sys
 import torch
@@ -36,12 +36,12 @@ class Block(nn.Module):
         return self.down(y), self.gate(x).float().softmax(-1)
 
 torch.manual_seed(int(sys.argv[1]))
-model = nn.Sequential(Block()) if sys.argv[2] == "whole" else nn.ModuleList(Block() for _ in range(3))
+blocks = [Block() for _ in range(1 if sys.argv[2] == "whole" else 3)]
+model = nn.Sequential(*blocks)
 options = {"emulate_precision_casts": True, "compile_ext.disable": ["lower_router_linear"]}
 if sys.argv[2] == "whole":
-    blocks, calls = [model[0]], [torch.compile(model, backend="compile_ext", options=options)]
+    calls = [torch.compile(model, backend="compile_ext", options=options)]
 else:
-    blocks = list(model)
     for block in blocks:
         block.compile(backend="compile_ext", options=options)
     calls = blocks
@@ -88,7 +88,8 @@ def test_second_process_hits_the_caches_and_is_right(tmp_path: Path, how: str) -
     warm = run(tmp_path, seed=2, how=how, hash_seed=2)  # other weights
     assert (cold["hits"], cold["misses"], cold["bypasses"]) == (0, 2, 0)  # M = 5 and M = 1
     assert (warm["hits"], warm["misses"], warm["bypasses"]) == (2, 0, 0)
-    # Exact: emulate_precision_casts rounds where eager does, and the router keeps its linear.
-    assert cold["worst"] == warm["worst"] == 0.0
+    # emulate_precision_casts rounds where eager does and the router keeps its linear: what is left
+    # is one unit in the last place of a float32 softmax.
+    assert max(cold["worst"], warm["worst"]) <= 2.0**-23
     assert cold["fired"] == warm["fired"] == ["fold_weight_padding", "strip_placeholder_fills"]
     assert cold["sites"] == warm["sites"] == (4 if how == "whole" else 12)

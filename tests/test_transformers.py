@@ -128,11 +128,6 @@ def test_gpt_oss_keeps_its_routers() -> None:
         assert re.fullmatch(r"not: \w+ reads the bfloat16 logits", text)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="lower_router_linear says nothing of a float32 router whose top-k comes after a sigmoid"
-    " and a bias, and takes DeepSeek's q_a_proj, read by an RMSNorm in float32, for a router",
-)
 @pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
 def test_float32_routers_are_kept(name: str) -> None:
     """They compute their router in float32, on a float32 copy of the weight."""

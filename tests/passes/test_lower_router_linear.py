@@ -133,6 +133,25 @@ def test_not_an_ordinary_linear(rewrite: Any) -> None:
     assert got.of(PASS) == []  # no candidate: nothing reads it in float32, no top-k behind it
 
 
+def test_not_a_projection_with_a_norm_behind_it(rewrite: Any) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:  # DeepSeek's q_a_proj: RMSNorm casts to float32
+        y = F.linear(x, w).float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True))).bfloat16()
+
+    assert rewrite(Router(norm), tokens(5, 32)).of(PASS) == []
+
+
+def test_not_a_float32_router_but_it_is_named(rewrite: Any) -> None:
+    def routed(x: Tensor, w: Tensor) -> Tensor:  # DeepSeek-V3 and GLM-4 MoE
+        scores = F.linear(x.type(torch.float32), w.type(torch.float32)).sigmoid()
+        return torch.topk((scores.view(-1, 16) + 0.5).view(-1, 4, 4).topk(2, dim=-1)[0].sum(-1), 2)[
+            1
+        ]
+
+    got = rewrite(Router(routed), tokens(5, 32))
+    assert got.of(PASS) == [(False, "x is float32 and the weight float32, not bfloat16")]
+
+
 def test_not_when_the_bfloat16_logits_are_read(rewrite: Any) -> None:
     def both(x: Tensor, w: Tensor) -> Any:
         y = F.linear(x, w)
