@@ -103,7 +103,8 @@ class Report:
         from rich import box
         from rich.table import Table
 
-        title = f"{len(self.rows)} candidates in {self.graphs} graphs (* fired, - left alone)"
+        counts = f"{_count(len(self.rows), 'candidate')} in {_count(self.graphs, 'graph')}"
+        title = f"{counts} (* fired, - left alone)"
         table = Table(
             title=title, title_justify="left", show_lines=True, box=frame or box.HEAVY_HEAD
         )
@@ -117,6 +118,10 @@ class Report:
             size = (_range(s.m), str(s.n), str(s.k), s.kernel) if s else ("", "", "", "")
             table.add_row(module, row.op.removeprefix("compile_ext::"), *size, "\n".join(lines))
         return table
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[str, Row]]:

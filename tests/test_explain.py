@@ -62,7 +62,7 @@ def test_table() -> None:
     assert_expected_inline(
         text,
         """\
-9 candidates in 1 graphs (* fired, - left alone)
+9 candidates in 1 graph (* fired, - left alone)
 +-----------------+-----------------+---+----+----+-----------+--------------------------------------------------------------------------+
 | module          | op              | M |  N |  K | kernel    | decisions                                                                |
 +-----------------+-----------------+---+----+----+-----------+--------------------------------------------------------------------------+
@@ -158,7 +158,7 @@ def test_function_over_a_module_and_a_tensor() -> None:
     layer, weight = Layer(), torch.randn(8, 64).bfloat16()
 
     def run(x: Tensor) -> Tensor:
-        return layer(x) + F.linear(x, weight).float().sum()
+        return layer(x) + F.linear(x, weight).float().softmax(-1).sum()
 
     compiled = call(run, 5)
     modules = {r.module for r in compile_ext.explain(compiled).rows}

@@ -121,10 +121,13 @@ def test_backend_follows_weight_updates(mode: str) -> None:
     torch._dynamo.reset()
     model = Block().cuda()
     compiled = torch.compile(model, backend="compile_ext", mode=mode)
+    bias = model.down.bias
+    assert bias is not None
     with torch.no_grad():
         for m in (5, 1, 7):
             x = torch.randn(m, 128, device="cuda").bfloat16()
             for update in range(3):
+                got = []
                 for _ in range(3):  # CUDA graphs: warm up, record, replay
                     got = [t.clone() for t in compiled(x)]
                 # FP8 steps of 2^-4 in a few of 256 inputs: Inductor keeps float32 where eager
@@ -134,7 +137,7 @@ def test_backend_follows_weight_updates(mode: str) -> None:
                 weight = model.down.weight.view(torch.uint8)
                 weight.copy_(weight.flip(0))
                 model.down.weight_scale.mul_(1.5)
-                model.down.bias.add_(update)
+                bias.add_(update)
     report = compile_ext.explain(model)
     kernels = {r.module: r.site.kernel for r in report.rows if r.site}
     assert kernels == {"up": "aten", "down": "aten", "gate": "aten"}
@@ -154,9 +157,8 @@ def test_strip_removes_a_kernel() -> None:
     with torch.no_grad():
         for disable in ([], ["strip_placeholder_fills"]):
             torch._dynamo.reset()
-            compiled = torch.compile(
-                model, backend="compile_ext", options={"compile_ext.disable": disable}
-            )
+            options: dict[str, Any] = {"compile_ext.disable": disable}
+            compiled = torch.compile(model, backend="compile_ext", options=options)
             compiled(x)
             counts[bool(disable)] = count_kernels(lambda: compiled(x))  # noqa: B023
     assert counts[True] == counts[False] + 1

@@ -301,7 +301,8 @@ def test_errors_survive_a_process_boundary():
 
 
 def test_a_registered_contract_cannot_change_through_its_dicts(ops):
-    aligns, pads = {}, {"w": 0, "x": 0}
+    aligns: dict[str, Align] = {}
+    pads: dict[str, float | Pad] = {"w": 0, "x": 0}
     made = OpContract(gemm=GEMM, align=aligns)
     aligns["n"] = Align(16, pad=pads)
     assert dict(made.align) == {}

@@ -301,9 +301,10 @@ return [%5]""",
 
 
 def test_shared_subgraph_gets_each_callers_weight(rewrite: Any) -> None:
-    @torch.compiler.nested_compile_region
-    def region(x: Tensor, w: Tensor) -> Tensor:
+    def gemm(x: Tensor, w: Tensor) -> Tensor:
         return ops.gemm(x, w, None, None, False)
+
+    region: Any = torch.compiler.nested_compile_region(gemm)
 
     class Two(nn.Module):
         def __init__(self) -> None:
