@@ -84,7 +84,7 @@ def record(
     trace = Trace()
     gaps: list[float] = []
     hooks = [r.register_forward_hook(lambda m, a, _: gaps.append(_gap(m, a[0]))) for r in routers]
-    tokens, positions = prompt, torch.arange(len(prompt))
+    tokens, positions = prompt, torch.arange(len(prompt), device=prompt.device)
     try:
         for _ in range(new_tokens):
             gaps.clear()

@@ -55,13 +55,13 @@ class Way:
 def run_decoder(console: Console, verbose: bool) -> bool:
     """The random decoder. Returns whether every comparison held."""
     torch.manual_seed(0)
-    model = (
-        Decoder()
-    )  # outside inference mode: a weight made inside has no version counter to see updates by
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Outside inference mode: a weight made inside has no version counter to see updates by.
+    model = Decoder().to(device)
     with progress_bar(console) as progress, torch.inference_mode(), one_thread():
         task = progress.add_task("eager", total=NEW_TOKENS)
         step = functools.partial(progress.advance, task)
-        prompt = torch.randint(0, model.c.vocab, (PROMPT_TOKENS,))
+        prompt = torch.randint(0, model.c.vocab, (PROMPT_TOKENS,), device=device)
         routers = [m for m in model.modules() if isinstance(m, Router)]
         trace = record(model, model, prompt, NEW_TOKENS, routers=routers, step=step)
         tolerance = TOLERANCE * float(torch.stack(trace.logits).std())
@@ -101,7 +101,7 @@ def measure(
     seconds = []
     for tokens, positions in steps:
         start = time.perf_counter()
-        forward(tokens, positions)
+        int(forward(tokens, positions)[-1].argmax())  # waits for a GPU too
         seconds.append(time.perf_counter() - start)
     restore(model, trace.caches[len(steps)])
     kernels = count_kernels(lambda: forward(*steps[-1]))
