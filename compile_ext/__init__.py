@@ -5,10 +5,11 @@ graph; the ops are in :mod:`compile_ext.ops`, the layers that use them in :mod:`
 """
 
 from compile_ext import ops
-from compile_ext.explain import Fallback, Report, Row, explain, sites
+from compile_ext.explain import explain, sites
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.registry import register_contract
+from compile_ext.report import Fallback, Report, Row
 
 __version__ = "0.1.0"
 

@@ -70,16 +70,8 @@ def compile_ext_backend(
 def _with_constants(compiled: Compiled, record: records.GraphRecord, extra: list[Any]) -> Compiled:
     """The compiled call, with the derived constants of the live arguments behind its own arguments.
 
-    Also notes which parameters the graph serves. A graph without candidates gets neither.
+    Also notes which parameters the graph serves, and keeps the record alive as long as itself.
     """
-    if not record.weights and not extra:
-
-        def run_plain(*args: Any) -> Any:
-            return compiled(*args)
-
-        run_plain.record = record  # type: ignore[attr-defined]  # lives as long as the compiled function
-        return run_plain
-
     take = _taker(record.weights)
     seen = record.bindings
 

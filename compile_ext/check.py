@@ -1,10 +1,11 @@
 """``compile_ext.check``: on the first call, run the original and the rewritten graph and compare
 node by node.
 
-Both run uncompiled; what the graph writes, it writes on copies. A rewritten node is judged by
-itself: after the comparison it takes the original's value, so the first node named is the first one
-that is wrong, and a legal difference in rounding does not grow. Costs memory for all intermediates
-of the original graph, once.
+Both run uncompiled, and the bodies of higher-order ops are judged by what they return; what the
+graph writes, it writes on copies. A rewritten node is judged by itself: after the comparison it
+takes the original's value, so the first node named is the first one that is wrong, and a legal
+difference in rounding does not grow. Costs memory for all intermediates of the original graph,
+once.
 """
 
 from __future__ import annotations
@@ -49,12 +50,11 @@ def checked(
 def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[Tensor]) -> None:
     """Raises CheckError naming the first node whose value differs."""
     devices = sorted({x.device.index or 0 for x in args if isinstance(x, Tensor) and x.is_cuda})
+    recorded = _Recorder(original)
     with torch.no_grad(), torch.random.fork_rng(devices):
-        state = torch.random.get_rng_state()
-        recorded = _Recorder(original)
         recorded.run(*_arguments(ctx, args))
-        torch.random.set_rng_state(state)
-        rewritten = _Comparer(ctx, recorded)
+    rewritten = _Comparer(ctx, recorded)
+    with torch.no_grad(), torch.random.fork_rng(devices):  # the same random numbers again
         rewritten.run(*_arguments(ctx, args), *constants)
     if rewritten.fault is not None:  # raised here: Interpreter would add its own text to it
         raise rewritten.fault

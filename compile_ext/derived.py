@@ -62,9 +62,8 @@ class Constants:
         # Outside inference mode: a tensor made inside could not be refreshed outside it.
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if isinstance(source, FakeTensor) or source.is_inference():
-                return self.derivation(
-                    source
-                )  # no stamp to see an update by: computed on each call
+                # No stamp to see an update by: computed on each call.
+                return self.derivation(source)
             key = id(source)
             constant = self._constants.get(key)
             if constant is None or constant.source() is not source:

@@ -40,7 +40,7 @@ class BlockFp8Linear(nn.Module):
         """``x [..., k]`` bfloat16 -> ``[..., n]`` bfloat16."""
         rows = x.reshape(-1, x.shape[-1])
         out = block_scaled_mm(rows, self.weight, None, self.weight_scale, self.bias, x.dtype)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class ChannelFp8Linear(nn.Module):
@@ -66,4 +66,4 @@ class ChannelFp8Linear(nn.Module):
         """``x [..., k]`` bfloat16, float16 or float32 -> ``[..., n]`` of out_dtype."""
         rows, scale = quantize_fp8_per_token(x.reshape(-1, x.shape[-1]))
         out = scaled_mm(rows, self.weight, scale, self.weight_scale, self.bias, out_dtype)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])

@@ -15,6 +15,7 @@ PREFIX = "compile_ext."
 DISABLE_VARIABLE = "COMPILE_EXT_DISABLE"
 INNERS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_WHERE = "torch.compile(backend='compile_ext')"
 OWN_OPTIONS = {
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
@@ -52,7 +53,7 @@ class Options:
                 raise _unknown("option", name, OWN_OPTIONS)
         check = own.get("compile_ext.check", False)
         if not isinstance(check, bool):
-            raise _bad("compile_ext.check", check, "True or False")
+            raise _bad("compile_ext.check", check, "True or False", "write True")
         inner = own.get("compile_ext.inner", "inductor")
         if inner not in INNERS:
             raise _unknown("compile_ext.inner", inner, INNERS)
@@ -60,10 +61,12 @@ class Options:
         if mode is not None and mode not in MODES:
             raise _unknown("mode", mode, MODES)
         if inner != "inductor" and (rest or mode not in (None, "default")):
-            raise _bad(
-                "compile_ext.inner",
-                f"{inner!r} with {sorted(rest) or f'mode {mode!r}'}",
+            given = sorted(rest) or f"mode {mode!r}"
+            raise OptionError(
+                _WHERE,
+                f"compile_ext.inner = {inner!r} with {given}",
                 "Inductor's options and modes only with inner='inductor'",
+                "leave one of the two out",
             )
         return Options(
             disable=_disabled(own.get("compile_ext.disable", ())),
@@ -75,7 +78,7 @@ class Options:
 
 def _disabled(value: Any) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise _bad("compile_ext.disable", value, "a list of pass names")
+        raise _bad("compile_ext.disable", value, "a list of pass names", f"write [{value!r}]")
     names = set(value)
     names |= {n.strip() for n in os.environ.get(DISABLE_VARIABLE, "").split(",") if n.strip()}
     for name in names:
@@ -103,7 +106,7 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
             and wanted in (bool, int, str)
             and not isinstance(value, wanted)
         ):
-            raise _bad(name, value, wanted.__name__)
+            raise _bad(name, value, wanted.__name__, f"pass a {wanted.__name__}")
         patches[attribute] = value
     return patches
 
@@ -111,19 +114,14 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 def _unknown(what: str, name: object, valid: Iterable[str]) -> OptionError:
     valid = list(valid)
     close = difflib.get_close_matches(str(name), valid, n=3)
-    shown = valid if len(valid) <= 12 else [*OWN_OPTIONS, "and every key of torch._inductor.config"]
-    return OptionError(
-        "torch.compile(backend='compile_ext')",
-        f"unknown {what} {name!r}",
-        f"one of {', '.join(shown)}",
-        f"did you mean {' or '.join(close)}?" if close else "correct the name or leave it out",
-    )
+    if valid[: len(OWN_OPTIONS)] == list(OWN_OPTIONS):
+        own = ", ".join(f"{option} ({meaning})" for option, meaning in OWN_OPTIONS.items())
+        wanted = f"{own}, or a key of torch._inductor.config"
+    else:
+        wanted = f"one of {', '.join(valid)}"
+    fix = f"did you mean {' or '.join(close)}?" if close else "correct the name or leave it out"
+    return OptionError(_WHERE, f"unknown {what} {name!r}", wanted, fix)
 
 
-def _bad(name: str, value: object, wanted: str) -> OptionError:
-    return OptionError(
-        "torch.compile(backend='compile_ext')",
-        f"{name} = {value!r}" if not isinstance(value, str) else f"{name} = {value}",
-        wanted,
-        "correct the value or leave the option out",
-    )
+def _bad(name: str, value: object, wanted: str, fix: str) -> OptionError:
+    return OptionError(_WHERE, f"{name} = {value!r}", wanted, fix)

@@ -48,9 +48,8 @@ class GraphRecord:
         """Note the tensors that a call hands in at ``weights``."""
         key, bindings = tuple(map(id, tensors)), self.bindings
 
-        def forget(
-            _: object,
-        ) -> None:  # holds the dict and not the record, which dies with its graph
+        # Holds the dict and not the record, which dies with its graph.
+        def forget(_: object) -> None:
             bindings.pop(key, None)
 
         bindings[key] = tuple(weakref.ref(t, forget) for t in tensors)

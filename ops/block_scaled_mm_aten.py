@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_ext.ops.checks import is_zero
 from compile_ext.ops.quantize import BLOCK, quantize_fp8_groups
 
 CAPABILITY = (9, 0)
-_ROWS = 4  # M must be a multiple of it
+_M_MULTIPLE = 4  # M must be a multiple of it
 
 
 def why_not(
@@ -38,7 +39,7 @@ def why_not(
         return f"gives bfloat16 only, wanted {out_dtype}"
     if bias is not None:
         return "takes no bias"
-    if a.shape[0] == 0:
+    if is_zero(a.shape[0]):
         return "M is 0"
     return None
 
@@ -54,7 +55,7 @@ def run(
     if a.dtype == torch.bfloat16:
         a, scale_a = quantize_fp8_groups(a)
     assert scale_a is not None
-    m, extra = a.shape[0], -a.shape[0] % _ROWS
+    m, extra = a.shape[0], -a.shape[0] % _M_MULTIPLE
     if extra:
         a = F.pad(a, (0, 0, 0, extra))
     # The rows added to a are cut off again: what their scales hold does not matter.

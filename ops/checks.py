@@ -18,11 +18,19 @@ def same(x: Size, y: Size) -> bool:
     """Whether two sizes are equal, or may be (symbolic and not known)."""
     if type(x) is int and type(y) is int:
         return x == y
-    from torch.fx.experimental.symbolic_shapes import (
-        guard_or_true,
-    )  # loads sympy, 0.2 s: not at import
+    # Loads sympy, 0.2 s: not at import time.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     return bool(guard_or_true(x == y))
+
+
+def is_zero(size: Size) -> bool:
+    """Whether a size is known to be 0; a symbolic one that may be is not."""
+    if type(size) is int:
+        return size == 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(size == 0))
 
 
 def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:

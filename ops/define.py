@@ -94,12 +94,12 @@ def define_op(
     definition = OpDefinition(overload, kernels)
 
     def run(*args: Any) -> torch.Tensor:
-        refuse_grad(name, args)
+        _refuse_grad(overload, args)
         check(*args)
         return definition.kernel_for(*args)[0].run(*args)
 
     def run_fake(*args: Any) -> torch.Tensor:
-        refuse_grad(name, args)
+        _refuse_grad(overload, args)
         check(*args)
         return fake(*args)
 
@@ -112,17 +112,17 @@ def define_op(
     return overload
 
 
-def refuse_grad(where: str, args: tuple[Any, ...]) -> None:
+def _refuse_grad(op: OpOverload, args: tuple[Any, ...]) -> None:
     """Raise when autograd would record the call: without a formula the gradient would be silently
     lost.
     """
     if not torch.is_grad_enabled():
         return
-    for i, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor) and arg.requires_grad:
+    for argument, value in zip(op._schema.arguments, args, strict=True):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
             raise GradError(
-                where,
-                f"argument {i} requires grad",
+                op._schema.name.removeprefix(f"{NAMESPACE}::"),
+                f"{argument.name} that requires grad",
                 "inference: the op has no gradient",
                 "call under torch.no_grad() or torch.inference_mode(), or detach() the tensor",
             )

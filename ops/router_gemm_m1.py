@@ -1,7 +1,8 @@
 """``router_gemm`` for exactly one token, the shape of decode.
 
-A separate op, so that the choice shows in the graph: its kernel may fetch weight tiles before the
-PDL wait, which is worth most where a layer has one token to work on.
+A separate op, so that the choice shows in the graph: a kernel of its own could fetch weight tiles
+before the PDL wait, which is worth most where a layer has one token. So far it runs the kernels of
+router_gemm.
 """
 
 from __future__ import annotations

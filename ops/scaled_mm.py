@@ -14,7 +14,7 @@ from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import fp8_to_float32
 
 NAME = "scaled_mm"
-_ROWS = 1024
+_ROWS_AT_ONCE = 1024
 
 
 def scaled_mm_ref(
@@ -29,7 +29,7 @@ def scaled_mm_ref(
     x = fp8_to_float32(a)
     # Some rows at a time: the float32 copy of an LM head, 50257 x 256, is 51 MB; a small one stays
     # in the cache.
-    product = torch.cat([x @ fp8_to_float32(rows).t() for rows in b.split(_ROWS)], dim=-1)
+    product = torch.cat([x @ fp8_to_float32(rows).t() for rows in b.split(_ROWS_AT_ONCE)], dim=-1)
     scaled = product * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
 

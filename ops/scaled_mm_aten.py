@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compile_ext.ops.checks import is_zero
+
 MIN_CAPABILITY = (8, 9)  # FP8 tensor cores begin with Ada
 ALIGNMENT = 16  # elements; cuBLASLt refuses other N and K
 
@@ -20,17 +22,18 @@ def why_not(
     if a.device.type != "cuda":
         return f"runs on CUDA, the tensors are on {a.device.type}"
     if (found := torch.cuda.get_device_capability(a.device)) < MIN_CAPABILITY:
-        return f"needs compute capability 8.9, the device has {found[0]}.{found[1]}"
+        wanted = ".".join(map(str, MIN_CAPABILITY))
+        return f"needs compute capability {wanted}, the device has {found[0]}.{found[1]}"
     n, k = b.shape
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
     if a.stride(0) % ALIGNMENT or b.stride(0) % ALIGNMENT:
         return f"needs row strides in multiples of {ALIGNMENT} elements"
     if out_dtype != torch.bfloat16:
-        return f"row-wise scales give bfloat16 only, wanted {out_dtype}"
+        return f"gives bfloat16 only, wanted {out_dtype}"
     if bias is not None and bias.dtype != torch.bfloat16:
         return f"takes a bfloat16 bias, found {bias.dtype}"
-    if a.shape[0] == 0:
+    if is_zero(a.shape[0]):
         return "M is 0"
     return None
 

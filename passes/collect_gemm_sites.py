@@ -17,7 +17,7 @@ from compile_ext.ops.define import definition_of
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.readers import OpCall, read_call
 from compile_ext.passes.report import Site
-from compile_ext.passes.values import bounds, fakes, is_static, tensor
+from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tensor
 
 
 def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
@@ -41,9 +41,9 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
         m=bounds(m_of(a)),
         n=_size(n),
         k=_size(k),
-        a_dtype=_dtype(a),
-        b_dtype=_dtype(b),
-        out_dtype=_dtype(out) if out is not None else "-",
+        a_dtype=dtype_name(a),
+        b_dtype=dtype_name(b),
+        out_dtype=dtype_name(out) if out is not None else "-",
         scales=(_shape(call, gemm.scale_a), _shape(call, gemm.scale_b)),
         bias=gemm.bias is not None and call.arguments[gemm.bias] is not None,
         kernel=kernel,
@@ -62,10 +62,6 @@ def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:
 
 def _size(size: int | torch.SymInt) -> int | str:
     return int(size) if is_static(size) else str(size)
-
-
-def _dtype(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _shape(call: OpCall, name: str | None) -> str:

@@ -15,15 +15,15 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from compile_ext.passes import derivation
-from compile_ext.passes.readers import OpCall, op_name, weight_source
-from compile_ext.passes.report import Decision, GraphReport
+from compile_ext.passes.effects import written_arguments, written_storages
+from compile_ext.passes.readers import OpCall, is_droppable, op_name, weight_source
+from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
-from compile_ext.passes.values import fake, fakes, storage, written_arguments
+from compile_ext.passes.values import DERIVED, fake, fakes, storage
 
 # Meta key of a node: why the passes must leave it alone (set before the first pass, see
 # `regions.py`).
 STAND_BACK = "compile_ext_stand_back"
-DERIVED = "compile_ext_derived"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class PassContext:
     inputs: Sequence[Any]
     report: GraphReport = field(default_factory=GraphReport)
     derived: list[DerivedInput] = field(default_factory=list)
-    replaced: dict[str, str] = field(default_factory=dict)  # new node -> node of the original graph
-    changed: set[str] = field(
-        default_factory=set
-    )  # nodes that hold something else under their old name
+    # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
+    # nodes that hold something else under their old name.
+    replaced: dict[str, str] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
     pass_name: str = ""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class PassContext:
         self._derived_nodes: dict[tuple[Node, derivation.Derivation], Node] = {}
         self._derived_from: dict[Node, Node] = {}
         self._derived_how: dict[Node, derivation.Derivation] = {}
-        self._written = self._find_written()
+        self._written = written_storages(self.scopes)
 
     # ---- say -------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class PassContext:
         if decision not in decisions:
             decisions.append(decision)
 
-    def entry(self, node: Node, weight: Any = None) -> Any:
+    def entry(self, node: Node, weight: Any = None) -> Entry:
         """The report's entry of a candidate; ``weight`` names it (default: the node's first
         parameter).
         """
@@ -165,22 +165,6 @@ class PassContext:
         meta = self.scopes[0].placeholders()[index].meta
         return bool((meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
 
-    def _find_written(self) -> set[int | None]:
-        written: set[int | None] = set()
-        for scope in reversed(self.scopes):  # bodies before the graphs that call them
-            for node in scope.graph.nodes:
-                written |= {storage(x) for x in written_arguments(node)}
-            for call in scope.calls:
-                operands = call.operands()
-                if operands is None:  # an unknown op: whatever it takes may be written by its body
-                    if any(storage(p) in written for p in scope.placeholders()):
-                        written |= {storage(x) for x in call.node.all_input_nodes}
-                    continue
-                for placeholder, operand in zip(scope.placeholders(), operands, strict=False):
-                    if storage(placeholder) in written:
-                        written.add(storage(operand))
-        return written - {None}
-
     # ---- change ----------------------------------------------------------------------------------
 
     def insert(
@@ -212,7 +196,7 @@ class PassContext:
         call.rewrite(changes, op)
         self._update_fake(call.node)
         for x in before:
-            if derivation.is_droppable(x):
+            if is_droppable(x):
                 self.drop(x)
 
     def _update_fake(self, node: Node) -> None:
@@ -272,10 +256,10 @@ class PassContext:
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
         for x in inputs:
-            if derivation.is_droppable(x):
+            if is_droppable(x):
                 self.drop(x)
 
-    def derive(self, node: Node, how: derivation.Pad) -> Node:
+    def derive(self, node: Node, how: derivation.Padding) -> Node:
         """A placeholder for ``how(node)``; ``why_not_derivable(node)`` must be None."""
         if node in self._derived_from:  # a constant of a constant hangs on the parameter as well
             return self._derive(
@@ -293,9 +277,8 @@ class PassContext:
             DERIVED: str(how),
         }
         if scope is self.scopes[0]:
-            from torch._dynamo.source import (
-                EphemeralSource,
-            )  # loads all of Dynamo: not at import time
+            # Loads all of Dynamo: not at import time.
+            from torch._dynamo.source import EphemeralSource
 
             name = f"compile_ext_derived_{len(self.derived)}"
             new = scope.add_placeholder(name, meta)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
-
-from compile_ext.passes.readers import is_empty, is_fill, read_cast, read_pad, read_transpose
 
 
 @dataclass(frozen=True)
-class Pad:
+class Padding:
     """``F.pad(x, pad, value=value)`` in the memory order of x: a column-major weight stays
     column-major.
 
@@ -49,7 +46,7 @@ class Pad:
 class Chain:
     """One derivation after another: a weight padded by hand, then to its kernel's alignment."""
 
-    steps: tuple[Pad, ...]
+    steps: tuple[Padding, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
         for step in self.steps:
@@ -61,10 +58,10 @@ class Chain:
 
 
 # Every kind is a frozen, hashable callable: equal derivations of one parameter share one constant.
-Derivation = Union[Pad, Chain]  # noqa: UP007  # isinstance-free alias for Python 3.10
+Derivation = Padding | Chain
 
 
-def after(first: Derivation, second: Pad) -> Chain:
+def after(first: Derivation, second: Padding) -> Chain:
     steps = first.steps if isinstance(first, Chain) else (first,)
     return Chain((*steps, second))
 
@@ -82,14 +79,3 @@ def why_not(source: Any) -> str | None:
     if source.numel() == 0:
         return "it has no elements"
     return None
-
-
-def is_droppable(node: Node) -> bool:
-    """Nodes that may go once nobody reads them: they make a value and do nothing else."""
-    return (
-        is_fill(node)
-        or is_empty(node)
-        or read_pad(node) is not None
-        or read_cast(node) is not None
-        or read_transpose(node) is not None
-    )

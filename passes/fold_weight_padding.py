@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from compile_ext.ops.contract import Gemm
-from compile_ext.ops.contract import Pad as PadSpec
+from compile_ext.ops.contract import Gemm, Pad
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.derivation import Pad
+from compile_ext.passes.derivation import Padding
 from compile_ext.passes.readers import OpCall, read_call, read_pad, read_transpose
 from compile_ext.passes.values import is_static, tensor
 
@@ -43,14 +42,14 @@ def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
 def _fold_pad(node: Node, ctx: PassContext) -> None:
     """A pad that the user wrote."""
     call = read_pad(node)
-    if call is None or not ctx.root_inputs(call.x) or not ctx.is_parameter(call.x):
+    if call is None or not ctx.is_parameter(call.x):
         return
     ctx.entry(node, call.x)
     reason = ctx.stand_back(node) or ctx.why_not_derivable(call.x)
     if reason:
         ctx.skipped(node, reason)
         return
-    how = Pad(call.pad, call.value)
+    how = Padding(call.pad, call.value)
     ctx.fired(node, f"{how} of a parameter is a derived constant")
     ctx.replace(node, ctx.derive(call.x, how))
 
@@ -117,7 +116,7 @@ def _widths(
     return widths
 
 
-def _axis(name: str, shape: Any, gemm: Gemm, dim: str, spec: PadSpec, size: int) -> int | str:
+def _axis(name: str, shape: Any, gemm: Gemm, dim: str, spec: Pad, size: int) -> int | str:
     if spec.axis is not None:
         axes = [spec.axis % len(shape)] if -len(shape) <= spec.axis < len(shape) else []
     elif name == gemm.a:
@@ -152,7 +151,7 @@ def _padded(node: Node, value: Node, widths: Widths, ctx: PassContext) -> Node:
     while pad[-2:] == [0, 0]:  # F.pad counts from the last dimension: no width for those that stay
         pad = pad[:-2]
     if ctx.why_not_derivable(source) is None:
-        derived = ctx.derive(source, Pad(tuple(pad), fill))
+        derived = ctx.derive(source, Padding(tuple(pad), fill))
         return ctx.insert(node, "t", derived) if transposed else derived
     padded = ctx.insert(node, F.pad, source, pad, value=fill)
     return ctx.insert(node, "t", padded) if transposed else padded

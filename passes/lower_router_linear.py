@@ -25,7 +25,7 @@ from compile_ext.passes.readers import (
     read_linear,
     read_softmax,
 )
-from compile_ext.passes.values import is_static, tensor
+from compile_ext.passes.values import dtype_name, is_static, tensor
 
 MAX_EXPERTS = 2048  # a wider linear is a projection or an LM head
 
@@ -49,10 +49,12 @@ def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
 
 def _is_candidate(node: Node) -> bool:
     """Whether a linear's output becomes scores: a choice of experts follows, or a float32 softmax,
-    or the graph hands it out in float32 (the choice is then in another graph).
+    or the graph hands it out after a cast to float32 (the choice is then in another graph).
 
     A float32 cast alone is no sign of a router: the RMSNorm behind DeepSeek's q_a_proj has one too.
     """
+    out = tensor(node)
+    widens = out is not None and out.dtype != torch.float32
     seen: set[Node] = set()
     todo = [node]
     while todo:
@@ -60,17 +62,12 @@ def _is_candidate(node: Node) -> bool:
         for user in at.users:
             if is_choice(user) or read_softmax(user) == torch.float32:
                 return True
-            if user.op == "output" and at is not node and _dtype(at) == torch.float32:
+            if user.op == "output" and widens and read_cast(at) == torch.float32:
                 return True
             if is_score_step(user) and user not in seen:
                 seen.add(user)
                 todo.append(user)
     return False
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    found = tensor(node)
-    return None if found is None else found.dtype
 
 
 def _reads_in_float32(user: Node) -> bool:
@@ -82,7 +79,7 @@ def _why_not(node: Node, linear: Linear) -> str | None:
     if x is None or weight is None or weight.dim() != 2:
         return "its weight is not a matrix"
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return f"x is {_name(x)} and the weight {_name(weight)}, not bfloat16"
+        return f"x is {dtype_name(x)} and the weight {dtype_name(weight)}, not bfloat16"
     if not is_static(weight.shape[0]) or weight.shape[0] > MAX_EXPERTS:
         return f"N={weight.shape[0]} is more than {MAX_EXPERTS}: not a router"
     if x.device != weight.device:
@@ -91,7 +88,3 @@ def _why_not(node: Node, linear: Linear) -> str | None:
     if others:
         return f"{others[0].name} reads the bfloat16 logits"
     return None
-
-
-def _name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -42,6 +42,7 @@ def run_passes(ctx: PassContext, disable: Collection[str] = ()) -> None:
     Each graph before and after each pass goes to the log (``TORCH_LOGS="+compile_ext"``) and, as
     artifacts, to torch's structured trace (``TORCH_TRACE``).
     """
+    ctx.report.disabled = tuple(name for name in PASS_NAMES if name in disable)
     mark_regions(ctx)
     _show(ctx, "compile_ext_before_passes")
     for run in PASSES:

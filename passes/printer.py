@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from compile_ext.passes.readers import op_name
 from compile_ext.passes.scopes import body_modules
-from compile_ext.passes.values import fake
+from compile_ext.passes.values import DERIVED, dtype_name, fake
 
 
 def print_graph(module: GraphModule) -> str:
@@ -45,7 +45,7 @@ def _lines(module: GraphModule, symbols: dict[str, str], indent: str) -> list[st
             names[node] = f"arg{arguments}"
             arguments += 1
             if node.users and isinstance(fake(node), Tensor):
-                kind = node.meta.get("compile_ext_derived", "")
+                kind = node.meta.get(DERIVED, "")
                 lines.append(f"{indent}{names[node]}{_type(node, symbols)}{kind and f' = {kind}'}")
             continue
         names[node] = f"%{values}"
@@ -69,4 +69,4 @@ def _type(node: Node, symbols: dict[str, str]) -> str:
         str(d) if type(d) is int else symbols.setdefault(str(d), f"s{len(symbols)}")
         for d in value.shape
     ]
-    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+    return f": {dtype_name(value)}[{', '.join(dims)}]"

@@ -178,7 +178,7 @@ def read_softmax(node: Node) -> torch.dtype | None:
     return found.dtype if found is not None else None
 
 
-_FILL_METHODS = {"new_ones", "new_zeros", "new_full", "new_empty"}
+_FILL_METHODS = {"new_ones", "new_zeros", "new_full"}
 _FILL_FUNCTIONS = {
     torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like, torch.full_like,
     aten.ones.default, aten.zeros.default, aten.full.default,
@@ -193,7 +193,7 @@ def is_fill(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     if node.op == "call_method":
-        return node.target in _FILL_METHODS - {"new_empty"}
+        return node.target in _FILL_METHODS
     return _calls(node, _FILL_FUNCTIONS)
 
 
@@ -249,14 +249,25 @@ def read_transpose(node: Any) -> Node | None:
     return None
 
 
+def is_droppable(node: Node) -> bool:
+    """Nodes that may go once nobody reads them: they make a value and do nothing else."""
+    return (
+        is_fill(node)
+        or is_empty(node)
+        or read_pad(node) is not None
+        or read_cast(node) is not None
+        or read_transpose(node) is not None
+    )
+
+
 # What lies between a router's linear and the choice of experts: casts, scores, a bias, a new shape.
 _SCORE_METHODS = {
     "softmax", "sigmoid", "add", "__add__", "view", "reshape", "flatten", "unflatten", "unsqueeze",
     "squeeze", "contiguous",
 }  # fmt: skip
-_SCORE_FUNCTIONS = {
-    F.softmax, torch.softmax, aten.softmax.int, torch.sigmoid, F.sigmoid, aten.sigmoid.default,
-    operator.add, torch.add, aten.add.Tensor, torch.reshape, torch.flatten, torch.unsqueeze,
+_SCORE_FUNCTIONS = _SOFTMAXES | {
+    torch.sigmoid, F.sigmoid, aten.sigmoid.default, operator.add,
+    torch.add, aten.add.Tensor, torch.reshape, torch.flatten, torch.unsqueeze,
 }  # fmt: skip
 _CHOICES = {torch.topk, aten.topk.default, torch.sort, torch.argmax, torch.max}
 
@@ -279,29 +290,33 @@ def is_score_step(node: Node) -> bool:
     return read_cast(node) is not None or _calls(node, _SCORE_FUNCTIONS)
 
 
-# Views keep the identity of a weight: `w.t()`, `w[expert]`, `w.view(...)` still name the parameter
-# `w`.
+# Views keep the identity of a weight: `w[expert]`, `w.view(...)` still name the parameter `w`.
 _VIEW_METHODS = {
-    "t", "transpose", "permute", "view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten",
-    "unflatten", "narrow", "select", "expand", "__getitem__", "detach", "to", "type", "float",
-    "bfloat16", "half",
+    "transpose", "permute", "view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten",
+    "unflatten", "narrow", "select", "expand", "__getitem__", "detach",
 }  # fmt: skip
 _VIEW_FUNCTIONS = {
-    operator.getitem,
-    getattr,
-    torch.t,
-    torch.transpose,
-    torch.permute,
-    torch.reshape,
-    torch.select,
-}
+    operator.getitem, torch.transpose, torch.permute, torch.reshape, torch.select, torch.squeeze,
+    torch.unsqueeze, torch.flatten, torch.narrow, torch.detach,
+    aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
+    aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim,
+}  # fmt: skip
 
 
 def weight_source(value: Any) -> Node | None:
     """The placeholder that a weight argument comes from through views, casts and pads."""
     while isinstance(value, Node) and value.op != "placeholder":
-        is_view = (value.op == "call_method" and value.target in _VIEW_METHODS) or (
-            _calls(value, _VIEW_FUNCTIONS | _PADS | _CONSTANT_PADS)
-        )
-        value = value.args[0] if is_view and value.args else None
+        value = value.args[0] if _keeps_identity(value) and value.args else None
     return value if isinstance(value, Node) else None
+
+
+def _keeps_identity(node: Node) -> bool:
+    if node.op == "call_method" and node.target in _VIEW_METHODS:
+        return True
+    if (
+        read_transpose(node) is not None
+        or read_cast(node) is not None
+        or read_pad(node) is not None
+    ):
+        return True
+    return _calls(node, _VIEW_FUNCTIONS)

@@ -73,7 +73,7 @@ class GraphReport:
 
     entries: list[Entry] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    stood_back: str | None = None
+    disabled: tuple[str, ...] = ()
     _of_node: dict[Node, Entry] = field(default_factory=dict)
 
     def entry(self, node: Node, op: str, weights: tuple[int, ...], hint: str) -> Entry:

@@ -6,6 +6,7 @@ Dynamo compiles M == 1 into a graph of its own (0/1 specialisation), so this cos
 recompile.
 Legal: the contract names a variant, and no node of the graph writes the weight: the variant may
 read weights before the PDL wait, which is unsound behind a kernel that has just written them.
+(router_gemm_m1 runs router_gemm's kernels so far; the op marks the place.)
 Bails: M is not 1 or not static; the weight has a writer in the graph.
 """
 
@@ -16,7 +17,7 @@ from torch.fx import Graph, Node
 from compile_ext.ops.contract import m_of
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.readers import OpCall, read_call
-from compile_ext.passes.values import bounds, tensor
+from compile_ext.passes.values import bounds, range_text, tensor
 
 
 def specialize_m1(graph: Graph, ctx: PassContext) -> None:
@@ -32,7 +33,6 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
             continue
         ctx.rewrite(call, {}, op=call.contract.m1_variant)
         ctx.fired(node, f"M == 1: {call.contract.m1_variant._schema.name}")
-        ctx.entry(node)  # the report shows the op that the graph calls now
 
 
 def _why_not(call: OpCall, ctx: PassContext) -> str | None:
@@ -42,7 +42,7 @@ def _why_not(call: OpCall, ctx: PassContext) -> str | None:
         return "its activation is not a tensor"
     low, high = bounds(m_of(a))
     if (low, high) != (1, 1):
-        return f"M = {low}" if low == high else f"M is {low}..{'' if high is None else high}"
+        return f"M = {low}" if low == high else f"M is {range_text(low, high)}"
     for name in call.contract.prewait_reads:
         value = call.arguments[name]
         if isinstance(value, Node) and ctx.is_written(value):

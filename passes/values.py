@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+
+# Meta key of an extra input: the derivation that it holds the result of, as text.
+DERIVED = "compile_ext_derived"
 
 
 def fake(value: Any) -> Any:
@@ -65,66 +67,11 @@ def requires_grad(node: Node) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
 
 
-# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method
-# __iadd__.
-_INPLACE_NAMES = (
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
-    *("ilshift", "irshift", "imatmul", "setitem"),
-)
-_INPLACE_OPERATORS = {getattr(operator, name) for name in _INPLACE_NAMES}
-_INPLACE_METHODS = {f"__{name}__" for name in _INPLACE_NAMES}
+def dtype_name(x: Tensor | torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(x.dtype if isinstance(x, Tensor) else x).removeprefix("torch.")
 
 
-def written_arguments(node: Node) -> list[Node]:
-    """The nodes whose tensors this node writes, as far as it can be told from its spelling and
-    schema.
-    """
-    written: list[Any] = []
-    if node.op == "call_method":
-        name = str(node.target)
-        if (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS:
-            written.append(node.args[0])
-    elif node.op == "call_function":
-        target = node.target
-        name = str(getattr(target, "__name__", ""))
-        if target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            written += node.args[:1]
-        elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            written += _written_by_schema(target, node)
-        elif node.kwargs.get("inplace") is True or (
-            getattr(target, "__module__", "") == "torch.nn.functional" and True in node.args[1:]
-        ):
-            written += node.args[:1]
-        elif (
-            name == "triton_kernel_wrapper_mutation"
-        ):  # a user's Triton kernel: any pointer may be written
-            written += node.all_input_nodes
-    elif node.op == "call_module":
-        written += node.all_input_nodes
-    written.append(node.kwargs.get("out"))
-    return [x for group in written for x in _flat(group)]
-
-
-def _flat(value: Any) -> list[Node]:
-    if isinstance(value, (tuple, list)):
-        return [x for v in value for x in _flat(v)]
-    return [value] if isinstance(value, Node) else []
-
-
-def _written_by_schema(
-    target: torch._ops.OpOverload | torch._ops.OpOverloadPacket, node: Node
-) -> list[Any]:
-    overloads = (
-        [target]
-        if isinstance(target, torch._ops.OpOverload)
-        else [getattr(target, name) for name in target.overloads()]
-    )
-    written: list[Any] = []
-    for (
-        overload
-    ) in overloads:  # of a packet any overload may be meant: take what any of them writes
-        for i, argument in enumerate(overload._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                written += value if isinstance(value, (tuple, list)) else [value]
-    return written
+def range_text(low: int, high: int | None) -> str:
+    """``5``, ``2..512``, or ``2..`` for no upper bound."""
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"

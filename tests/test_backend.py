@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compile_ext
+from compile_ext import check as check_module
 from compile_ext import records
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops.errors import CheckError
 from compile_ext.passes import PASS_NAMES
-from compile_ext.passes.derivation import Pad
+from compile_ext.passes.derivation import Padding
 
 EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
 # One rounding to bfloat16 (2^-9) of values up to 4, and one FP8 step (2^-4) of a few of 64 inputs
@@ -74,7 +75,6 @@ def fired(model: Any) -> set[str]:
     ids=str,
 )
 def test_arguments_of_torch_compile(arguments: dict[str, Any]) -> None:
-    torch._dynamo.reset()
     model = Block()
     compiled = torch.compile(model, backend="compile_ext", **arguments)
     for m in (5, 1, 7):
@@ -97,7 +97,6 @@ def test_reduce_overhead_reaches_inductor(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_graph_of_dynamo_is_not_changed_and_may_come_twice() -> None:
-    torch._dynamo.reset()
     model, x, seen = Block(), tokens(5), []
 
     def twice(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -113,7 +112,6 @@ def test_graph_of_dynamo_is_not_changed_and_may_come_twice() -> None:
 
 
 def test_two_models_and_two_instances_do_not_mix() -> None:
-    torch._dynamo.reset()
     models = [Block(), Block(), nn.Sequential(Block())]
     compiled = [torch.compile(m, backend="compile_ext", options=EAGER) for m in models[:2]]
     x = tokens(5)
@@ -130,12 +128,11 @@ def test_two_models_and_two_instances_do_not_mix() -> None:
 
 
 def test_steady_state_computes_nothing() -> None:
-    torch._dynamo.reset()
     models = [Block() for _ in range(4)]
     for m in models:
         m.compile(backend="compile_ext", options=EAGER)
     x = tokens(5)
-    table = constants(Pad((0, 0, 0, 14), 0))
+    table = constants(Padding((0, 0, 0, 14), 0))
     with torch.no_grad():
         for m in models:
             m(x)
@@ -147,7 +144,6 @@ def test_steady_state_computes_nothing() -> None:
 
 
 def test_collected_models_leave_nothing() -> None:
-    torch._dynamo.reset()
 
     def run() -> list[weakref.ref[Any]]:
         model = Block()
@@ -157,7 +153,7 @@ def test_collected_models_leave_nothing() -> None:
         check(compiled, model, tokens(5))
         return [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
 
-    table = constants(Pad((0, 0, 0, 14), 0))
+    table = constants(Padding((0, 0, 0, 14), 0))
     before = set(records.live())
     refs = run()
     torch._dynamo.reset()
@@ -168,7 +164,6 @@ def test_collected_models_leave_nothing() -> None:
 
 
 def test_graph_break_makes_two_graphs_and_is_reported() -> None:
-    torch._dynamo.reset()
 
     class Broken(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,21 +192,18 @@ class Trained(nn.Module):
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_training_graph_trains(inner: str) -> None:
-    torch._dynamo.reset()
     model, twin, x = Trained(), Trained(), torch.randn(5, 8)
     twin.load_state_dict(model.state_dict())
     compiled = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": inner})
     compiled(x).backward()
     twin(x).backward()
-    torch.testing.assert_close(
-        model.w.grad, twin.w.grad
-    )  # float32 defaults: one sum in another order
+    # float32 defaults: one sum in another order.
+    torch.testing.assert_close(model.w.grad, twin.w.grad)
     (row,) = compile_ext.explain(model).rows
     assert [(d.fired, d.detail) for d in row.decisions] == [(False, "it needs a gradient")]
 
 
 def test_trained_then_served() -> None:
-    torch._dynamo.reset()
     model, x = Trained(), torch.randn(5, 8)
     compiled = torch.compile(model, backend="compile_ext", options=EAGER)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -223,7 +215,6 @@ def test_trained_then_served() -> None:
 
 
 def test_every_graph_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
     model = Block()
     with caplog.at_level(logging.DEBUG, logger="compile_ext"):
         check(torch.compile(model, backend="compile_ext", options=EAGER), model, tokens(5))
@@ -236,27 +227,40 @@ def test_every_graph_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "compile_ext::router_gemm" in caplog.text
 
 
-def test_check_passes_for_right_rewrites_and_runs_once() -> None:
-    torch._dynamo.reset()
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each comparison that compile_ext.check makes."""
+    made: list[Any] = []
+    real = check_module.compare
+
+    def compare(*args: Any) -> None:
+        made.append(args)
+        real(*args)
+
+    monkeypatch.setattr(check_module, "compare", compare)
+    return made
+
+
+def test_check_passes_for_right_rewrites_and_runs_once(comparisons: list[Any]) -> None:
     model = Block()
     compiled = torch.compile(
         model, backend="compile_ext", options={**EAGER, "compile_ext.check": True}
     )
     check(compiled, model, tokens(5))
     check(compiled, model, tokens(5))
+    assert len(comparisons) == 1
 
 
 def test_check_names_the_first_site_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(
         BlockFp8Linear(torch.randn(64, 64)), ChannelFp8Linear(torch.randn(50, 64))
     )
 
-    def twice(self: Pad, x: Tensor) -> Tensor:
+    def twice(self: Padding, x: Tensor) -> Tensor:
         padded = F.pad(x.detach(), self.pad, value=self.value)
         return padded * 2 if x.dtype == torch.float32 else padded
 
-    monkeypatch.setattr(Pad, "__call__", twice)
+    monkeypatch.setattr(Padding, "__call__", twice)
     compiled = torch.compile(
         model, backend="compile_ext", options={**EAGER, "compile_ext.check": True}
     )
@@ -265,8 +269,7 @@ def test_check_names_the_first_site_that_differs(monkeypatch: pytest.MonkeyPatch
     assert error.value.where == "compile_ext.check: compile_ext::scaled_mm in 1"
 
 
-def test_check_leaves_state_alone() -> None:
-    torch._dynamo.reset()
+def test_check_leaves_state_and_random_numbers_alone(comparisons: list[Any]) -> None:
 
     class Counts(Block):
         def __init__(self) -> None:
@@ -288,6 +291,7 @@ def test_check_leaves_state_alone() -> None:
         got = compiled(x)
         torch.manual_seed(3)
         want = twin(x)
+    assert len(comparisons) == 1
     assert model.calls == 1
     torch.testing.assert_close(got[0], want[0], **CLOSE)
 
@@ -310,7 +314,6 @@ def test_caches_warm_and_cold_give_the_same(tmp_path: Any) -> None:
 
 
 def test_meta_model_with_inner_eager() -> None:
-    torch._dynamo.reset()
     with torch.device("meta"):
         model, x = Block(), torch.empty(5, 64, dtype=torch.bfloat16)
     with torch.no_grad():

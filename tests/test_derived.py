@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_ext.derived import Constants, constants
-from compile_ext.passes.derivation import Chain, Pad
+from compile_ext.passes.derivation import Chain, Padding
 
-HOW = Pad((0, 0, 0, 2), 0.0)
+HOW = Padding((0, 0, 0, 2), 0.0)
 
 
 def expected(p: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def test_freed_with_the_parameter() -> None:
 
 
 def test_shared_by_equal_derivations_and_freed_with_the_last_user() -> None:
-    how = Pad((0, 1, 0, 3), 7.0)
+    how = Padding((0, 1, 0, 3), 7.0)
     first = constants(how)
-    assert constants(Pad((0, 1, 0, 3), 7.0)) is first
-    assert constants(Pad((0, 1, 0, 3), 8.0)) is not first
+    assert constants(Padding((0, 1, 0, 3), 7.0)) is first
+    assert constants(Padding((0, 1, 0, 3), 8.0)) is not first
     p = nn.Parameter(torch.randn(2, 2))
     first(p)
     del first
@@ -131,19 +131,19 @@ def test_threads_see_whole_values() -> None:
 @pytest.mark.parametrize("permutation", [(0, 1), (1, 0)], ids=str)
 def test_pad_keeps_the_memory_order(pad: tuple[int, ...], permutation: tuple[int, int]) -> None:
     x = torch.randn(6, 8).permute(permutation)
-    got = Pad(pad, 1.5)(x)
+    got = Padding(pad, 1.5)(x)
     assert torch.equal(got, F.pad(x, pad, value=1.5))
     assert (got.stride(0) > got.stride(1)) == (x.stride(0) > x.stride(1))
 
 
 def test_pad_of_float8() -> None:
     x = torch.randn(6, 8).to(torch.float8_e4m3fn)
-    got = Pad((0, 8, 0, 2), 0.0)(x)
+    got = Padding((0, 8, 0, 2), 0.0)(x)
     assert got.dtype == torch.float8_e4m3fn
     assert torch.equal(got.float(), F.pad(x.float(), (0, 8, 0, 2)))
 
 
 def test_chain_applies_in_order() -> None:
     x = torch.randn(2, 3)
-    got = Chain((Pad((0, 1), 1.0), Pad((0, 1), 2.0)))(x)
+    got = Chain((Padding((0, 1), 1.0), Padding((0, 1), 2.0)))(x)
     assert torch.equal(got, F.pad(F.pad(x, (0, 1), value=1.0), (0, 1), value=2.0))

@@ -118,7 +118,6 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_backend_follows_weight_updates(mode: str) -> None:
-    torch._dynamo.reset()
     model = Block().cuda()
     compiled = torch.compile(model, backend="compile_ext", mode=mode)
     bias = model.down.bias

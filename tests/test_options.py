@@ -76,7 +76,6 @@ def test_refused_with_what_would_be_right(options: dict[str, Any], words: list[s
 
 
 def test_the_user_of_torch_compile_sees_the_message() -> None:
-    torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: x + 1, backend="compile_ext", options={"compile_ext.chek": True}
     )

@@ -117,9 +117,8 @@ class Router(nn.Module):
     def __init__(self, c: Config, g: torch.Generator) -> None:
         super().__init__()
         self.top_k = c.experts_per_token
-        weight = (
-            _weight(c.experts, c.hidden, g) * 4
-        )  # decisive: top-2 scores seldom lie within rounding
+        # Times 4: decisive, so that the scores of two experts seldom lie within rounding.
+        weight = _weight(c.experts, c.hidden, g) * 4
         self.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from compile_ext.demo.compare import (
 )
 from compile_ext.demo.decoder import Decoder, Router
 from compile_ext.demo.kernels import count_kernels
-from compile_ext.explain import Report, explain
+from compile_ext.explain import explain
 from compile_ext.passes import PASS_NAMES
+from compile_ext.report import Report
 
 PROMPT_TOKENS, NEW_TOKENS, TIMED_TOKENS = 16, 24, 8
 # Of the standard deviation of eager's logits. Inductor keeps float32 where eager rounds to

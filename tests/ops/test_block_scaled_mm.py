@@ -267,7 +267,7 @@ BAD = {  # argument, value, error, found, wanted; the fix where it is not the us
         "scale_b", torch.ones(3, 2, device="meta"), DeviceError, "scale_b on meta", "one device"),
     "bias_meta": ("bias", torch.ones(300, device="meta"), DeviceError, "bias on meta", "one dev"),
     "bias_grad": (
-        "bias", torch.ones(300).requires_grad_(), GradError, "argument 4 requires", "no gradient"),
+        "bias", torch.ones(300).requires_grad_(), GradError, "bias that requires", "gradient"),
 }  # fmt: skip
 
 

@@ -116,7 +116,6 @@ def test_third_party_op_in_every_place(call: Any) -> None:
 
 
 def test_layer_compile_lists_every_layer() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(*(Layer(CALLS["packet"]) for _ in range(8)))
     for layer in model:
         layer.compile(backend="compile_ext", options=EAGER)

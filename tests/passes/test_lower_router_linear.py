@@ -18,6 +18,11 @@ PASS = "lower_router_linear"
 # not.
 LOGITS = 8 * 2.0**-9
 
+
+def two_casts(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y.float(), y.to(torch.float32)
+
+
 SPELLINGS = {
     "float": lambda x, w: F.linear(x, w).float(),
     "to": lambda x, w: F.linear(x, w).to(torch.float32),
@@ -30,7 +35,7 @@ SPELLINGS = {
     "no bias": lambda x, w: F.linear(x, w, None).float(),
     "aten packet": lambda x, w: torch.ops.aten.linear(x, w).float(),
     "aten overload": lambda x, w: torch.ops.aten.linear.default(x, w).float(),
-    "two casts": lambda x, w: (lambda y: y.float() + y.to(torch.float32))(F.linear(x, w)) / 2,
+    "two casts": lambda x, w: two_casts(F.linear(x, w)),
 }
 
 
@@ -99,7 +104,6 @@ return [%0]""",
 
 
 def test_logits_are_those_of_float32() -> None:
-    torch._dynamo.reset()
     model, x = Router(SPELLINGS["float"]), tokens(5, 32)
     with torch.no_grad():
         compiled = torch.compile(
@@ -139,6 +143,16 @@ def test_not_a_projection_with_a_norm_behind_it(rewrite: Any) -> None:
         return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True))).bfloat16()
 
     assert rewrite(Router(norm), tokens(5, 32)).of(PASS) == []
+
+
+def test_not_a_residual_stream_in_float32(rewrite: Any) -> None:
+    got = rewrite(Router(lambda x, w: x.float() + F.linear(x, w).float(), n=32), tokens(5, 32))
+    assert got.of(PASS) == []
+
+
+def test_not_a_float32_linear_that_the_graph_hands_out(rewrite: Any) -> None:
+    got = rewrite(Router(lambda x, w: F.linear(x.float(), w.float()).float()), tokens(5, 32))
+    assert got.of(PASS) == []
 
 
 def test_not_a_float32_router_but_it_is_named(rewrite: Any) -> None:

@@ -12,6 +12,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import compile_ext
+
 PASS = "strip_placeholder_fills"
 ops = torch.ops.compile_ext_tests
 
@@ -160,14 +162,18 @@ def test_after_a_graph_break(rewrite: Any) -> None:
     assert got.of(PASS) == [(True, "scale is not read: None")]
 
 
-def test_layer_compile(rewrite: Any) -> None:
+def test_layer_compile() -> None:
     layers = nn.Sequential(*(Filled(CALLS["packet"], FILLS["new_ones"]) for _ in range(3)))
+    x = torch.randn(5, 8)
     with torch.no_grad():
-        x = torch.randn(5, 8)
         want = layers(x)
         for layer in layers:
             layer.compile(backend="compile_ext", options={"compile_ext.inner": "eager"})
         assert torch.equal(layers(x), want)
+    report = compile_ext.explain(layers)
+    assert [row.module for row in report.rows] == ["0.w", "1.w", "2.w"]
+    for row in report.rows:
+        assert "scale is not read: None" in [d.detail for d in row.decisions if d.fired]
 
 
 def test_idempotent(rewrite: Any) -> None:

@@ -1,0 +1,103 @@
+"""What the nodes of a graph write: in-place methods and operators, ``out=``, mutable ops."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from compile_ext.passes.scopes import Scope
+from compile_ext.passes.values import storage
+
+# In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method
+# __iadd__.
+_INPLACE_NAMES = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
+    *("ilshift", "irshift", "imatmul", "setitem"),
+)
+_INPLACE_OPERATORS = {getattr(operator, name) for name in _INPLACE_NAMES}
+_INPLACE_METHODS = {f"__{name}__" for name in _INPLACE_NAMES}
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """The nodes whose tensors this node writes, as far as it can be told from its spelling and
+    schema.
+    """
+    written: list[Any] = []
+    if node.op == "call_method":
+        name = str(node.target)
+        if (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_METHODS:
+            written.append(node.args[0])
+    elif node.op == "call_function":
+        target = node.target
+        name = str(getattr(target, "__name__", ""))
+        if target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+            written += node.args[:1]
+        elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            written += _written_by_schema(target, node)
+        elif _is_inplace(target, node):
+            written += node.args[:1]
+        elif (
+            name == "triton_kernel_wrapper_mutation"
+        ):  # a user's Triton kernel: any pointer may be written
+            written += node.all_input_nodes
+    elif node.op == "call_module":
+        written += node.all_input_nodes
+    written.append(node.kwargs.get("out"))
+    return [x for group in written for x in _flat(group)]
+
+
+def _is_inplace(target: Any, node: Node) -> bool:
+    """``F.relu(x, inplace=True)`` and its like."""
+    if getattr(target, "__module__", "") != "torch.nn.functional":
+        return node.kwargs.get("inplace") is True
+    names = list(inspect.signature(target).parameters)
+    at = names.index("inplace") if "inplace" in names else len(node.args)
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("inplace")
+    return given is True
+
+
+def _flat(value: Any) -> list[Node]:
+    if isinstance(value, (tuple, list)):
+        return [x for v in value for x in _flat(v)]
+    return [value] if isinstance(value, Node) else []
+
+
+def _written_by_schema(
+    target: torch._ops.OpOverload | torch._ops.OpOverloadPacket, node: Node
+) -> list[Any]:
+    overloads = (
+        [target]
+        if isinstance(target, torch._ops.OpOverload)
+        else [getattr(target, name) for name in target.overloads()]
+    )
+    written: list[Any] = []
+    # Of a packet any overload may be meant: take what any of them writes.
+    for overload in overloads:
+        for i, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                written += value if isinstance(value, (tuple, list)) else [value]
+    return written
+
+
+def written_storages(scopes: Sequence[Scope]) -> set[int]:
+    """Storages that any node of these graphs writes, bodies of higher-order ops included."""
+    written: set[int | None] = set()
+    for scope in reversed(scopes):  # bodies before the graphs that call them
+        for node in scope.graph.nodes:
+            written |= {storage(x) for x in written_arguments(node)}
+        for call in scope.calls:
+            operands = call.operands()
+            if operands is None:  # an unknown op: whatever it takes may be written by its body
+                if any(storage(p) in written for p in scope.placeholders()):
+                    written |= {storage(x) for x in call.node.all_input_nodes}
+                continue
+            for placeholder, operand in zip(scope.placeholders(), operands, strict=False):
+                if storage(placeholder) in written:
+                    written.add(storage(operand))
+    return {s for s in written if s is not None}
