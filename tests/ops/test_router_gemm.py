@@ -181,9 +181,9 @@ BAD = {  # argument, value, error, found, wanted; the fix where it is not the us
         "b", torch.ones(6, 32, device="meta").bfloat16(), DeviceError, "b on meta", "one device"),
     "bias_meta": ("bias", torch.ones(6, device="meta"), DeviceError, "bias on meta", "one device"),
     "a_grad": (
-        "a", torch.ones(1, 32).bfloat16().requires_grad_(), GradError, "a that requires", "gradient"),
+        "a", torch.ones(1, 32).bfloat16().requires_grad_(), GradError, "a that", "gradient"),
     "b_grad": (
-        "b", torch.ones(6, 32).bfloat16().requires_grad_(), GradError, "b that requires", "gradient"),
+        "b", torch.ones(6, 32).bfloat16().requires_grad_(), GradError, "b that", "gradient"),
 }  # fmt: skip
 BAD_M1 = {
     f"m_is_{shape_id(lead)}": (

@@ -249,7 +249,7 @@ BAD = {  # argument, value, error, found, wanted; the fix where it is not the us
     "bias_meta": ("bias", torch.ones(6, device="meta"), DeviceError, "bias on meta", "one device"),
     "b_grad": ("b", fp8(6, 32).requires_grad_(), GradError, "b that requires", "no gradient"),
     "scale_b_grad": (
-        "scale_b", torch.ones(6, 1).requires_grad_(), GradError, "scale_b that requires", "gradient"),
+        "scale_b", torch.ones(6, 1).requires_grad_(), GradError, "scale_b that", "gradient"),
 }  # fmt: skip
 
 
