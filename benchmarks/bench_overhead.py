@@ -2,9 +2,9 @@
 
     python benchmarks/bench_overhead.py [--json benchmarks/results/overhead.json]
 
-The compiled graph is replaced by a function that returns at once, so that nothing but the wrapper is
-timed: the note of which weights come by, and for each derived constant the look-up and the check that
-it is fresh. Wrapper and bare function are timed in turn; a row is the difference of the two.
+The compiled graph is replaced by a function that returns at once, so that nothing but the wrapper
+is timed: the note of which weights come by, and for each derived constant the look-up and the check
+that it is fresh. Wrapper and bare function are timed in turn; a row is the difference of the two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""``compile_ext.check``: on the first call, run the original and the rewritten graph and compare
-node by node.
+"""``compile_ext.check``: on the first call, run the original and the rewritten graph and compare.
 
-Both run uncompiled, and the bodies of higher-order ops are judged by what they return; what the
-graph writes, it writes on copies. A rewritten node is judged by itself: after the comparison it
-takes the original's value, so the first node named is the first one that is wrong, and a legal
+What the passes rewrote is compared where it stands, and at the end what the graph returns. Both
+graphs run uncompiled; what they write, they write on copies. A rewritten node takes the original's
+value after the comparison, so the first site named is the first one that is wrong, and a legal
 difference in rounding does not grow. Costs memory for all intermediates of the original graph,
 once.
 """
@@ -14,13 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from compile_ext.ops.errors import CheckError
 from compile_ext.passes import PassContext
 from compile_ext.passes.context import module_hint
 from compile_ext.passes.readers import is_empty, op_name, read_call
+from compile_ext.passes.values import dtype_name
+
+Recorded = tuple[Tensor, tuple[int, ...]]  # a copy of the value, and the strides that it had
 
 # A rewrite may drop a rounding to bfloat16 (2^-9 relative) or add the same sum in another order;
 # elements near zero are judged against the largest one. Anything beyond is another result, not
@@ -70,24 +74,27 @@ def _arguments(ctx: PassContext, args: Any) -> list[Any]:
 
 
 class _Recorder(Interpreter):
-    """Runs the original graph and keeps the value of every node."""
+    """Runs the original graph and keeps the value and the strides of every node."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Recorded] = {}
         self.names = {
             n.name: f"{op_name(n.target)} in {module_hint(n)}" for n in module.graph.nodes
         }
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if n.op not in ("placeholder", "output"):
-            self.values[n.name] = value.detach().clone() if isinstance(value, Tensor) else value
+        if n.op == "output":
+            for i, x in enumerate(_flat(value)):
+                self.values[f"output {i}"] = x.detach().clone(), x.stride()
+        elif isinstance(value, Tensor) and n.op != "placeholder" and not _is_wrapped(value):
+            self.values[n.name] = value.detach().clone(), value.stride()
         return value
 
 
 class _Comparer(Interpreter):
-    """Runs the rewritten graph and compares each node that stands for one of the original."""
+    """Runs the rewritten graph and compares what was rewritten, and what the graph returns."""
 
     def __init__(self, ctx: PassContext, original: _Recorder) -> None:
         super().__init__(ctx.root)
@@ -96,41 +103,61 @@ class _Comparer(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        if n.op in ("placeholder", "output") or n.name in self.ctx.changed or is_empty(n):
-            return value
-        rewritten = n.name in self.ctx.replaced or read_call(n) is not None
-        name = self.ctx.replaced.get(n.name, n.name)
-        expected = self.original.values.get(name)
-        if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            self.fault = self.fault or _fault(self.original.names[name], value, expected)
-            if rewritten and value.shape == expected.shape:
-                value.copy_(expected)
+        if n.op == "output":
+            for i, x in enumerate(_flat(value)):
+                self._compare(f"output {i}", f"output {i}", x)
+        elif isinstance(value, Tensor) and self._is_rewritten(n) and not _is_wrapped(value):
+            name = self.ctx.replaced.get(n.name, n.name)
+            self._compare(name, self.original.names.get(name, name), value)
+            recorded = self.original.values.get(name)
+            if recorded is not None and recorded[0].shape == value.shape:
+                value.copy_(recorded[0])
         return value
 
+    def _is_rewritten(self, n: Node) -> bool:
+        if n.op == "placeholder" or n.name in self.ctx.changed or is_empty(n):
+            return False
+        return n.name in self.ctx.replaced or read_call(n) is not None
 
-def _fault(site: str, value: Tensor, expected: Tensor) -> CheckError | None:
+    def _compare(self, name: str, site: str, value: Tensor) -> None:
+        recorded = self.original.values.get(name)
+        if recorded is not None and self.fault is None:
+            self.fault = _fault(site, value, *recorded)
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _is_wrapped(value: Tensor) -> bool:
+    return bool(is_functorch_wrapped_tensor(value))
+
+
+def _fault(
+    site: str, value: Tensor, expected: Tensor, strides: tuple[int, ...]
+) -> CheckError | None:
+    where = f"compile_ext.check: {site}"
     fix = "report it, and leave the pass out with compile_ext.disable"
-    if value.shape != expected.shape or value.stride() != expected.stride():
-        return CheckError(
-            f"compile_ext.check: {site}",
-            f"shape {list(value.shape)}, strides {list(value.stride())}",
-            f"shape {list(expected.shape)}, strides {list(expected.stride())} as before",
-            fix,
-        )
-    got, want = value.double(), expected.double()
+    form = f"{dtype_name(value)} of shape {list(value.shape)}, strides {list(value.stride())}"
+    want_form = f"{dtype_name(expected)} of shape {list(expected.shape)}, strides {list(strides)}"
+    widened = (expected.dtype, value.dtype) == (torch.bfloat16, torch.float32)  # router logits
+    if widened:
+        form = form.replace("float32", "bfloat16", 1)
+    if form != want_form:
+        return CheckError(where, form, f"{want_form} as before", fix)
+    if value.layout != torch.strided:
+        return None
+    got, want = (torch.view_as_real(x) if x.is_complex() else x for x in (value, expected))
+    got, want = got.double(), want.double()
     limit = RELATIVE * want.abs() + ABSOLUTE_OF_MAX * _largest(want)
     both_nan = got.isnan() & want.isnan()
     wrong = ~((got - want).abs() <= limit) & ~both_nan & (got != want)
-    if wrong.any():
-        at = tuple(int(i) for i in wrong.nonzero()[0])
-        count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-        return CheckError(
-            f"compile_ext.check: {site}",
-            f"{float(got[at]):.6g} at {list(at)}; {count}",
-            f"{float(want[at]):.6g} as before",
-            fix,
-        )
-    return None
+    if not wrong.any():
+        return None
+    at = tuple(int(i) for i in wrong.nonzero()[0])
+    count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+    found = f"{float(got[at]):.6g} at {list(at)}; {count}"
+    return CheckError(where, found, f"{float(want[at]):.6g} as before", fix)
 
 
 def _largest(x: Tensor) -> Tensor:

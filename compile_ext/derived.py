@@ -8,33 +8,47 @@ parameter.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_ext.passes.derivation import Derivation
+
+Stamp = tuple[Any, ...]
 
 
 class _Constant:
     """A derived tensor and the stamp of the parameter that it was computed from."""
 
-    __slots__ = ("pointer", "source", "value", "version")
+    __slots__ = ("source", "stamp", "storage", "value")
 
     def __init__(self, source: weakref.ref[Tensor]) -> None:
         self.source = source
         self.value: Tensor | None = None
-        self.version = self.pointer = -1
+        self.stamp: Stamp = ()
+        # A weak reference to the storage: while it exists, no other storage has the same identity.
+        # (The allocator hands out the address of freed data again: `p.data = ...` twice.)
+        self.storage: StorageWeakRef | None = None
+
+
+def _stamp(source: Tensor) -> Stamp:
+    """What moves when a parameter is written, or gets other data or another form of it."""
+    storage = source.untyped_storage()._cdata
+    return source._version, storage, source.data_ptr(), source.stride(), source.dtype
 
 
 class Constants:
     """All constants of one derivation: call it with the live parameter to get the tensor.
 
-    The value is refreshed in place when the parameter's version counter or address has moved, so
-    that its own address stays valid for CUDA graphs. Writes that move neither (``p.data.copy_``)
-    are not seen.
+    The value is refreshed in place when the parameter's stamp (version counter, storage, address,
+    strides, dtype) has moved, so that its own address stays valid for CUDA graphs. Writes that move
+    none of these (``p.data.copy_``) are not seen, but for those of an optimizer's step.
     """
 
     def __init__(self, derivation: Derivation) -> None:
@@ -51,12 +65,18 @@ class Constants:
         if (
             constant is None
             or constant.source() is not source
-            or constant.version != source._version
-            or constant.pointer != source.data_ptr()
+            or source.is_inference()
+            or constant.stamp != _stamp(source)
         ):
             return self._compute(source)
         assert constant.value is not None
         return constant.value
+
+    def invalidate(self, source: Tensor) -> None:
+        """Compute the constant of this parameter anew on the next call."""
+        constant = self._constants.get(id(source))
+        if constant is not None and constant.source() is source:
+            constant.stamp = ()
 
     def _compute(self, source: Tensor) -> Tensor:
         # Outside inference mode: a tensor made inside could not be refreshed outside it.
@@ -71,17 +91,18 @@ class Constants:
                 self._constants[key] = constant
             # The stamp is read before the data: a write in between makes the next call compute
             # again.
-            stamp = source._version, source.data_ptr()
-            if constant.value is not None and stamp == (constant.version, constant.pointer):
+            stamp = _stamp(source)
+            if constant.value is not None and stamp == constant.stamp:
                 return constant.value  # another thread was faster
             value = self.derivation(source)
             self.refreshes += 1
             old = constant.value
-            if old is not None and old.device == value.device and old.dtype == value.dtype:
+            if old is not None and _same_form(old, value):
                 old.copy_(value)
             else:
                 constant.value = old = value
-            constant.version, constant.pointer = stamp
+            constant.storage = StorageWeakRef(source.untyped_storage())
+            constant.stamp = stamp
             return old
 
     def _forget(self, key: int) -> None:
@@ -90,6 +111,10 @@ class Constants:
             constant is not None and constant.source() is None
         ):  # not a newer tensor with the same id
             self._constants.pop(key, None)
+
+
+def _same_form(x: Tensor, y: Tensor) -> bool:
+    return (x.device, x.dtype, x.shape, x.stride()) == (y.device, y.dtype, y.shape, y.stride())
 
 
 _SHARED: weakref.WeakValueDictionary[Derivation, Constants] = weakref.WeakValueDictionary()
@@ -101,5 +126,20 @@ def constants(derivation: Derivation) -> Constants:
     """
     found = _SHARED.get(derivation)
     if found is None:
+        _watch_optimizers()
         found = _SHARED[derivation] = Constants(derivation)
     return found
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """A fused optimizer (AdamW, SGD with ``fused=True``) moves no version counter."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for table in list(_SHARED.values()):
+                    table.invalidate(parameter)
+
+    register_optimizer_step_post_hook(after_step)

@@ -71,7 +71,7 @@ _look = functools.partial(compile_ext_backend, options={"compile_ext.inner": "ea
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    parts = tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in row.module.split("."))
+    parts = tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in row.module.split("."))
     return parts, row.site.m[0] if row.site else -1, row.op
 
 
@@ -93,56 +93,63 @@ def _row(entry: Entry, name: str) -> Row:
 
 def _names(target: Any) -> dict[int, str]:
     """id of each tensor that belongs to the target -> module path."""
-    tensors: dict[int, str] = {}
-    for prefix, module in _modules(target):
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            tensors.setdefault(id(tensor), _module_path(prefix + name))
-        for path, child in module.named_modules():  # tensors that are plain attributes
-            for name, value in vars(child).items():
-                if isinstance(value, Tensor):
-                    tensors.setdefault(
-                        id(value), _module_path(".".join(filter(None, (prefix + path, name))))
-                    )
-    for name, value in _closure(target).items():
-        if isinstance(value, Tensor):
-            tensors.setdefault(id(value), name)
-    return tensors
+    found: dict[int, str] = {}
+    for name, value in _roots(target).items():
+        for path, tensor in _tensors(name, value):
+            found.setdefault(id(tensor), path.removesuffix(".weight"))
+    return found
 
 
-def _module_path(name: str) -> str:
-    return name.removesuffix(".weight")
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value: of a module its parameters and buffers, and plain attributes too."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, nn.Module):
+        for prefix, module in value.named_modules(remove_duplicate=False):
+            here = _join(path, prefix.replace("_orig_mod.", "").removesuffix("_orig_mod"))
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield _join(here, name), tensor
+            for name, attribute in vars(module).items():
+                if not name.startswith("_"):
+                    yield from _tensors(_join(here, name), attribute)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(_join(path, str(i)), item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(_join(path, str(key)), item)
 
 
-def _closure(target: Any) -> dict[str, Any]:
-    """What a function reads from around it."""
-    function = inspect.unwrap(getattr(target, "__func__", target)) if callable(target) else None
-    if not inspect.isfunction(function):
-        return {}
-    found = inspect.getclosurevars(function)
-    return {**found.globals, **found.nonlocals}
+def _join(*parts: str) -> str:
+    return ".".join(p.strip(".") for p in parts if p.strip("."))
 
 
-def _modules(target: Any) -> list[tuple[str, nn.Module]]:
+def _roots(target: Any) -> dict[str, Any]:
+    """What a compiled thing can reach: a module itself, or what a function reads from around it."""
     if isinstance(target, nn.Module):
-        return [("", target)]
+        return {"": target}
+    if isinstance(target, functools.partial):
+        bound = {str(i): value for i, value in enumerate(target.args)}
+        return {**_roots(target.func), **bound, **target.keywords}
     owner = getattr(target, "__self__", None)
-    if isinstance(owner, nn.Module):  # torch.compile(model.forward)
-        return [("", owner)]
-    return [
-        (f"{n}.", getattr(v, "_orig_mod", v))
-        for n, v in _closure(target).items()
-        if isinstance(v, nn.Module)
-    ]
+    if owner is not None:  # torch.compile(model.forward)
+        return _roots(owner) if isinstance(owner, nn.Module) else vars(owner)
+    function = inspect.unwrap(target)
+    if not inspect.isfunction(function):
+        return dict(vars(target)) if hasattr(target, "__dict__") else {}
+    around = inspect.getclosurevars(function)
+    return {**around.globals, **around.nonlocals}
 
 
 def _codes(target: Any) -> list[CodeType]:
-    functions = [type(m).forward for _, top in _modules(target) for m in top.modules()]
+    """The code of the target and of every module that it can reach."""
+    modules = [v for v in _roots(target).values() if isinstance(v, nn.Module)]
+    functions = [type(m).forward for top in modules for m in top.modules()]
+    while isinstance(target, functools.partial):
+        target = target.func
     if not isinstance(target, nn.Module):
-        functions.append(inspect.unwrap(getattr(target, "__func__", target)))
+        functions += [inspect.unwrap(getattr(target, "__func__", target)), type(target).__call__]
     found = [getattr(f, "__code__", None) for f in functions]
     return list(dict.fromkeys(c for c in found if c is not None))
 

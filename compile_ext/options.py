@@ -46,6 +46,11 @@ class Options:
         """Raises OptionError for an unknown option, pass, mode or inner compiler, listing the valid
         ones.
         """
+        if options is not None and not isinstance(options, Mapping):
+            raise _bad("options", options, "a dict", "write options={...}")
+        for name in options or {}:
+            if not isinstance(name, str):
+                raise _bad("options", options, "a dict with text keys", f"write {str(name)!r}")
         own = {k: v for k, v in (options or {}).items() if k.startswith(PREFIX)}
         rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
         for name in own:
@@ -79,6 +84,9 @@ class Options:
 def _disabled(value: Any) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise _bad("compile_ext.disable", value, "a list of pass names", f"write [{value!r}]")
+    value = list(value)
+    if not all(isinstance(name, str) for name in value):
+        raise _bad("compile_ext.disable", value, "a list of pass names", "name each pass as text")
     names = set(value)
     names |= {n.strip() for n in os.environ.get(DISABLE_VARIABLE, "").split(",") if n.strip()}
     for name in names:

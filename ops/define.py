@@ -96,7 +96,13 @@ def define_op(
     def run(*args: Any) -> torch.Tensor:
         _refuse_grad(overload, args)
         check(*args)
-        return definition.kernel_for(*args)[0].run(*args)
+        kernel = definition.kernel_for(*args)[0]
+        device = args[0].device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
+            with torch.autocast(device, enabled=False):
+                return kernel.run(*args)
+        return kernel.run(*args)
 
     def run_fake(*args: Any) -> torch.Tensor:
         _refuse_grad(overload, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 
@@ -53,12 +54,29 @@ def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
         yield from _gemm_faults(contract.gemm, contract)
     for dim, align in contract.align.items():
         yield from _align_faults(dim, align, contract)
+    returns = op._schema.returns
+    if "n" in contract.align and (len(returns) != 1 or str(returns[0].type) != "Tensor"):
+        yield (
+            f"align['n'] for an op that returns {[str(r.type) for r in returns]}",
+            "an op that returns one Tensor [..., n], of which the first n columns are kept",
+            "leave 'n' out of align",
+        )
     for name, predicate in contract.unread.items():
         if not callable(predicate):
             yield (
                 f"unread[{name!r}] = {predicate!r}",
                 "a predicate that takes the call's arguments by name",
                 f"write unread={{{name!r}: lambda **_: True}}",
+            )
+            continue
+        arguments = {a.name: None for a in op._schema.arguments}
+        try:
+            inspect.signature(predicate).bind(**arguments)
+        except TypeError as error:
+            yield (
+                f"unread[{name!r}], a predicate with {error}",
+                f"one that takes the keywords {', '.join(arguments)}",
+                "name those that it looks at, and add **_",
             )
     yield from _m1_faults(op, contract)
 

@@ -16,6 +16,7 @@ from compile_ext.ops.contract import Gemm, m_of
 from compile_ext.ops.define import definition_of
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.readers import OpCall, read_call
+from compile_ext.passes.regions import TRANSFORM
 from compile_ext.passes.report import Site
 from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tensor
 
@@ -23,7 +24,9 @@ from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tens
 def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
     for node in graph.nodes:
         call = read_call(node)
-        if call is not None and call.contract.gemm is not None:
+        if call is None or ctx.stand_back(node) == TRANSFORM:
+            continue
+        if call.contract.gemm is not None:
             site = _site(call, call.contract.gemm)
             if site is not None:
                 ctx.entry(node, call.arguments[call.contract.gemm.b]).site = site

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from compile_ext.passes import derivation
-from compile_ext.passes.effects import written_arguments, written_storages
+from compile_ext.passes.effects import leaving_storages, written_arguments, written_storages
 from compile_ext.passes.readers import OpCall, is_droppable, op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
@@ -62,6 +62,7 @@ class PassContext:
         self._derived_from: dict[Node, Node] = {}
         self._derived_how: dict[Node, derivation.Derivation] = {}
         self._written = written_storages(self.scopes)
+        self._leaving = leaving_storages(self.scopes)
 
     # ---- say -------------------------------------------------------------------------------------
 
@@ -124,6 +125,12 @@ class PassContext:
             return True
         placeholders = self.scopes[0].placeholders()
         return any(storage(placeholders[i]) in self._written for i in self.root_inputs(node))
+
+    def why_not_shared(self, node: Node) -> str | None:
+        """Why a tensor that is made on each call may not become one that all calls share."""
+        if storage(node) in self._written:
+            return "the graph writes the result"
+        return "the graph hands the result out" if storage(node) in self._leaving else None
 
     def why_not_derivable(self, node: Any) -> str | None:
         """Why no constant can be derived from this node, or None."""
@@ -311,8 +318,13 @@ class PassContext:
             call.append(self._derive(operands[at], how))
         bodies = [scope, *(b for c in scope.calls for b in c.bodies if b is not scope)]
         name = f"compile_ext_derived_{len(scope.placeholders())}"
-        placeholders = [body.add_placeholder(name, meta) for body in dict.fromkeys(bodies)]
-        return placeholders[0]
+        for body in dict.fromkeys(bodies):
+            source = body.placeholders()[at]
+            new = body.add_placeholder(name, meta)
+            # The other branches of a cond find it there: a second operand would be the same tensor.
+            self._derived_nodes[source, how] = new
+            self._derived_from[new], self._derived_how[new] = source, how
+        return self._derived_nodes[node, how]
 
 
 def module_hint(node: Node) -> str:

@@ -13,21 +13,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @dataclass(frozen=True)
 class Padding:
-    """``F.pad(x, pad, value=value)`` in the memory order of x: a column-major weight stays
-    column-major.
+    """``F.pad(x, pad, value=value)``.
 
     Args:
         pad: widths in elements as F.pad takes them, last dimension first.
         value: what the new elements hold.
+        keep_order: the result has x's memory order (a column-major weight stays column-major);
+            without, the strides are those that F.pad gives.
     """
 
     pad: tuple[int, ...]
     value: float
+    keep_order: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach()
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        if order == list(range(x.dim())):
+        if not self.keep_order or order == list(range(x.dim())):
             return F.pad(x, self.pad, value=self.value)
         widths = [
             (self.pad[2 * i], self.pad[2 * i + 1]) if 2 * i < len(self.pad) else (0, 0)

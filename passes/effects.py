@@ -51,6 +51,26 @@ def written_arguments(node: Node) -> list[Node]:
     return [x for group in written for x in _flat(group)]
 
 
+# Functions that write an argument without saying so in their name: position -> keyword.
+_HIDDEN_WRITES = {
+    "batch_norm": {1: "running_mean", 2: "running_var"},
+    "instance_norm": {1: "running_mean", 2: "running_var"},
+    "embedding": {1: "weight"},
+    "embedding_bag": {1: "weight"},
+}
+
+
+def _hidden_writes(name: str, node: Node) -> list[Any]:
+    if name.startswith("embedding"):  # only with max_norm: it scales the rows that it looks up
+        max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+        if name == "embedding" and max_norm is None:
+            return []
+    return [
+        node.args[at] if at < len(node.args) else node.kwargs.get(keyword)
+        for at, keyword in _HIDDEN_WRITES[name].items()
+    ]
+
+
 def _is_inplace(target: Any, node: Node) -> bool:
     """``F.relu(x, inplace=True)`` and its like."""
     if getattr(target, "__module__", "") != "torch.nn.functional":
@@ -101,3 +121,15 @@ def written_storages(scopes: Sequence[Scope]) -> set[int]:
                 if storage(placeholder) in written:
                     written.add(storage(operand))
     return {s for s in written if s is not None}
+
+
+def leaving_storages(scopes: Sequence[Scope]) -> set[int]:
+    """Storages that a graph returns, or hands to a higher-order op that is not known here."""
+    leaving: set[int | None] = set()
+    for scope in scopes:
+        for node in scope.graph.find_nodes(op="output"):
+            leaving |= {storage(x) for x in node.all_input_nodes}
+        for call in scope.calls:
+            if call.operands() is None:
+                leaving |= {storage(x) for x in call.node.all_input_nodes}
+    return {s for s in leaving if s is not None}

@@ -42,10 +42,12 @@ def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
 def _fold_pad(node: Node, ctx: PassContext) -> None:
     """A pad that the user wrote."""
     call = read_pad(node)
-    if call is None or not ctx.is_parameter(call.x):
+    if call is None or call.x.op != "placeholder":
         return
+    if ctx.root_inputs(call.x) and not ctx.is_parameter(call.x):
+        return  # an activation; inside a closed body it cannot be told, and the reason says so
     ctx.entry(node, call.x)
-    reason = ctx.stand_back(node) or ctx.why_not_derivable(call.x)
+    reason = ctx.stand_back(node) or ctx.why_not_derivable(call.x) or ctx.why_not_shared(node)
     if reason:
         ctx.skipped(node, reason)
         return
@@ -102,7 +104,7 @@ def _widths(
         return f"{name} is not a tensor"
     widths: Widths = {}
     for dim, spec in ((d, a.pads()[name]) for d, a in align.items() if grow[d] and name in a.pad):
-        if name not in (gemm.a, gemm.b) and found.numel() == 1:
+        if name in (gemm.scale_a, gemm.scale_b) and found.numel() == 1:
             continue  # one scale for the whole tensor
         blocks = -(-int(sizes[dim]) // spec.block)
         axis = _axis(name, found.shape, gemm, dim, spec, blocks)
@@ -151,7 +153,7 @@ def _padded(node: Node, value: Node, widths: Widths, ctx: PassContext) -> Node:
     while pad[-2:] == [0, 0]:  # F.pad counts from the last dimension: no width for those that stay
         pad = pad[:-2]
     if ctx.why_not_derivable(source) is None:
-        derived = ctx.derive(source, Padding(tuple(pad), fill))
+        derived = ctx.derive(source, Padding(tuple(pad), fill, keep_order=True))
         return ctx.insert(node, "t", derived) if transposed else derived
     padded = ctx.insert(node, F.pad, source, pad, value=fill)
     return ctx.insert(node, "t", padded) if transposed else padded

@@ -42,8 +42,10 @@ def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
             continue
         ctx.fired(node, "logits stay in float32")
         router = ctx.insert(node, ROUTER_GEMM, linear.x, linear.weight, linear.bias, like=node)
+        alone = len(node.users) == 1
         for cast in [u for u in node.users if read_cast(u) is not None]:
-            ctx.replace(cast, router)
+            # Beside other readers, a cast is a tensor of its own, which the graph may write.
+            ctx.replace(cast, router if alone else ctx.insert(cast, torch.clone, router))
         ctx.replace(node, router)
 
 

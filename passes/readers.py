@@ -7,6 +7,7 @@ line here and one test.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.fx import Node
 
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.registry import contract_of
-from compile_ext.passes.values import tensor
+from compile_ext.passes.values import fakes, tensor
 
 aten = torch.ops.aten
 
@@ -74,18 +75,30 @@ def read_call(node: Node) -> OpCall | None:
     """A call of an op with a contract."""
     if node.op != "call_function":
         return None
-    if isinstance(node.target, OpOverload):
-        candidates = [node.target]
-    elif isinstance(node.target, OpOverloadPacket):
-        candidates = [getattr(node.target, name) for name in node.target.overloads()]
-    else:
+    op = _overload(node)
+    contract = contract_of(op) if op is not None else None
+    arguments = _bind(op, node) if op is not None and contract is not None else None
+    if op is None or contract is None or arguments is None:
         return None
-    for op in candidates:
-        contract = contract_of(op)
-        arguments = _bind(op, node) if contract else None
-        if contract and arguments is not None:
-            return OpCall(node, op, contract, arguments)
-    return None
+    return OpCall(node, op, contract, arguments)
+
+
+def _overload(node: Node) -> OpOverload | None:
+    """The overload that a node calls; of a packet, the one that torch would take."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target
+    if not isinstance(target, OpOverloadPacket):
+        return None
+    overloads: list[OpOverload] = [getattr(target, name) for name in target.overloads()]
+    if len(overloads) == 1:
+        return overloads[0]
+    if not any(contract_of(op) for op in overloads):
+        return None
+    # Fakes have the types that the resolution looks at. It raises where nothing fits.
+    args, kwargs = fakes(node.args), fakes(node.kwargs)
+    name: str = torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs)
+    return next(op for op in overloads if op._overloadname == name)
 
 
 def _bind(op: OpOverload, node: Node) -> dict[str, Any] | None:
@@ -192,6 +205,8 @@ def is_fill(node: Any) -> bool:
     """A tensor of one value that is made on each call: ones, zeros, full, in any spelling."""
     if not isinstance(node, Node):
         return False
+    if node.kwargs.get("out") is not None:
+        return False  # it fills a buffer that others see
     if node.op == "call_method":
         return node.target in _FILL_METHODS
     return _calls(node, _FILL_FUNCTIONS)
@@ -225,7 +240,9 @@ def read_pad(node: Node) -> PadCall | None:
         return None
     if value is not None and not isinstance(value, (int, float)):
         return None
-    return PadCall(x, tuple(pad), float(value or 0))
+    if math.copysign(1.0, value or 0) < 0 and value == 0:
+        return None  # -0.0 equals 0.0, and the two would share one constant
+    return PadCall(x, tuple(pad), value or 0)
 
 
 def read_transpose(node: Any) -> Node | None:

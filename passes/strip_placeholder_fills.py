@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_ext.ops.errors import ContractError
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.readers import OpCall, is_empty, is_fill, read_call
 from compile_ext.passes.values import fakes, is_static, storage, tensor
@@ -42,7 +43,7 @@ def _strip_argument(call: OpCall, name: str, ctx: PassContext) -> None:
     value = call.arguments[name]
     if not isinstance(value, Node):
         return  # None: nothing is handed over
-    if not call.contract.unread[name](**fakes(call.arguments)):
+    if not _is_unread(call, name):
         ctx.skipped(call.node, f"{name} is read")
         return
     reason = ctx.stand_back(call.node)
@@ -55,6 +56,20 @@ def _strip_argument(call: OpCall, name: str, ctx: PassContext) -> None:
     ctx.rewrite(call, {name: replacement})
     became = "None" if replacement is None else "uninitialised"
     ctx.fired(call.node, f"{name} is not read: {became}")
+
+
+def _is_unread(call: OpCall, name: str) -> bool:
+    where = f"unread[{name!r}] of the contract of {call.op}"
+    wanted = "True or False for the call's arguments by name"
+    try:
+        says = call.contract.unread[name](**fakes(call.arguments))
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ContractError(where, found, wanted, "mend the predicate") from error
+    if not isinstance(says, bool):
+        found = f"a {type(says).__name__}"
+        raise ContractError(where, found, wanted, "return a bool; fakes hold no data to look at")
+    return says
 
 
 def _is_optional(call: OpCall, name: str) -> bool:
@@ -78,8 +93,9 @@ def _why_no_empty(name: str, value: Node) -> str | None:
 
 def _empty_like(before: Node, value: Node, ctx: PassContext) -> Node:
     found: Any = tensor(value)
+    shape, strides = (tuple(map(int, x)) for x in (found.shape, found.stride()))
     return ctx.insert(
-        before, torch.empty, tuple(map(int, found.shape)), dtype=found.dtype, device=found.device
+        before, torch.empty_strided, shape, strides, dtype=found.dtype, device=found.device
     )
 
 
@@ -87,7 +103,7 @@ def _strip_fill(call: OpCall, name: str, ctx: PassContext) -> None:
     buffer = call.arguments[name]
     if not isinstance(buffer, Node) or not is_fill(buffer):
         return
-    reason = ctx.stand_back(call.node) or _why_not_first(call.node, buffer)
+    reason = ctx.stand_back(call.node) or _why_not_first(call, name, buffer)
     found = tensor(buffer)
     if reason is None and (found is None or not all(is_static(s) for s in found.shape)):
         reason = f"{name} has a symbolic size"
@@ -98,10 +114,13 @@ def _strip_fill(call: OpCall, name: str, ctx: PassContext) -> None:
     ctx.replace(buffer, _empty_like(buffer, buffer, ctx))
 
 
-def _why_not_first(node: Node, buffer: Node) -> str | None:
-    """Whether anything between the fill and the op sees the buffer or a view of it."""
+def _why_not_first(call: OpCall, name: str, buffer: Node) -> str | None:
+    """Whether anything before the op, or the op itself, reads the buffer or a view of it."""
+    for other, value in call.arguments.items():
+        if other != name and isinstance(value, Node) and storage(value) == storage(buffer):
+            return f"the op reads the buffer as {other}"
     at = buffer.next
-    while at is not node:
+    while at is not call.node:
         for x in at.all_input_nodes:
             if x is buffer or storage(x) == storage(buffer):
                 return "the buffer is used before the op overwrites it"

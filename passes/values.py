@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -36,9 +37,17 @@ def storage(value: Any) -> int | None:
     base.
     """
     found = tensor(value)
+    while found is not None and is_functorch_wrapped_tensor(found):
+        found = get_unwrapped(found)
     if found is None or found.layout != torch.strided:
         return None
     return int(found.untyped_storage()._cdata)
+
+
+def in_transform(value: Any) -> bool:
+    """Whether a node's tensor is a wrapper of vmap, grad and the like."""
+    found = tensor(value)
+    return found is not None and is_functorch_wrapped_tensor(found)
 
 
 def is_static(size: Any) -> bool:

@@ -132,11 +132,12 @@ def test_steady_state_computes_nothing() -> None:
     for m in models:
         m.compile(backend="compile_ext", options=EAGER)
     x = tokens(5)
-    table = constants(Padding((0, 0, 0, 14), 0))
+    table = constants(Padding((0, 0, 0, 14), 0, keep_order=True))
     with torch.no_grad():
         for m in models:
             m(x)
         after_first = table.refreshes
+        assert after_first == 4
         for _ in range(5):
             for m in models:
                 m(x)
@@ -153,12 +154,13 @@ def test_collected_models_leave_nothing() -> None:
         check(compiled, model, tokens(5))
         return [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
 
-    table = constants(Padding((0, 0, 0, 14), 0))
+    table = constants(Padding((0, 0, 0, 14), 0, keep_order=True))
     before = set(records.live())
     refs = run()
     torch._dynamo.reset()
     gc.collect()
     assert [r() for r in refs] == [None] * len(refs)
+    assert table.refreshes == 1
     assert len(table) == 0
     assert set(records.live()) <= before
 

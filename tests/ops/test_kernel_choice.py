@@ -27,8 +27,9 @@ def fake(mode: FakeTensorMode, *shape: Any, dtype: torch.dtype = FP8) -> Any:
 
 
 def scaled(mode: FakeTensorMode, m: Any, n: int, k: int, dtype: torch.dtype = BF16) -> str | None:
-    scales = [fake(mode, size, 1, dtype=torch.float32) for size in (m, n)]
-    return scaled_mm_aten.why_not(fake(mode, m, k), fake(mode, n, k), *scales, None, dtype)
+    scale_a, scale_b = (fake(mode, size, 1, dtype=torch.float32) for size in (m, n))
+    a, b = fake(mode, m, k), fake(mode, n, k)
+    return scaled_mm_aten.why_not(a, b, scale_a, scale_b, None, dtype)
 
 
 def block_scaled(mode: FakeTensorMode, m: Any, n: int, k: int) -> str | None:

@@ -78,7 +78,7 @@ def test_plain_tensor_argument_becomes_empty(rewrite: Any) -> None:
         """\
 arg0: float32[8, 8]
 arg1: float32[5, 8]
-%0: float32[1] = empty([1], device=cpu, dtype=float32)
+%0: float32[1] = empty_strided([1], [1], device=cpu, dtype=float32)
 %1: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, %0)
 return [%1]""",
     )
@@ -137,7 +137,7 @@ def test_overwritten_buffer_is_not_filled(rewrite: Any) -> None:
         got.graph,
         """\
 arg0: float32[5, 8]
-%0: float32[5, 8] = empty([5, 8], device=cpu, dtype=float32)
+%0: float32[5, 8] = empty_strided([5, 8], [8, 1], device=cpu, dtype=float32)
 %1 = compile_ext_tests::copy_out(arg0, %0)
 return [%0]""",
     )
