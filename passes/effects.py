@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from compile_ext.passes.scopes import Scope
@@ -39,6 +40,8 @@ def written_arguments(node: Node) -> list[Node]:
             written += node.args[:1]
         elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             written += _written_by_schema(target, node)
+        elif target in (F.embedding, F.embedding_bag, *_WRITES_AT):
+            written += _hidden_writes(node)
         elif _is_inplace(target, node):
             written += node.args[:1]
         elif (
@@ -51,24 +54,25 @@ def written_arguments(node: Node) -> list[Node]:
     return [x for group in written for x in _flat(group)]
 
 
-# Functions that write an argument without saying so in their name: position -> keyword.
-_HIDDEN_WRITES = {
-    "batch_norm": {1: "running_mean", 2: "running_var"},
-    "instance_norm": {1: "running_mean", 2: "running_var"},
-    "embedding": {1: "weight"},
-    "embedding_bag": {1: "weight"},
+# Running statistics: functions that write arguments without saying so in their name.
+_WRITES_AT = {
+    F.batch_norm: (1, 2),
+    F.instance_norm: (1, 2),
+    torch.batch_norm: (3, 4),
+    torch.instance_norm: (3, 4),
 }
 
 
-def _hidden_writes(name: str, node: Node) -> list[Any]:
-    if name.startswith("embedding"):  # only with max_norm: it scales the rows that it looks up
-        max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
-        if name == "embedding" and max_norm is None:
-            return []
-    return [
-        node.args[at] if at < len(node.args) else node.kwargs.get(keyword)
-        for at, keyword in _HIDDEN_WRITES[name].items()
-    ]
+def _hidden_writes(node: Node) -> list[Any]:
+    if node.target in (F.embedding, F.embedding_bag):  # max_norm scales the rows that it looks up
+        max_norm = node.kwargs.get("max_norm")
+        at = 3 if node.target is F.embedding else 4
+        is_scaled = max_norm is not None or (len(node.args) > at and node.args[at] is not None)
+        weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+        return [weight] if is_scaled else []
+    positions = _WRITES_AT.get(node.target, ())  # type: ignore[arg-type]
+    written = [node.args[at] for at in positions if at < len(node.args)]
+    return [*written, node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
 
 
 def _is_inplace(target: Any, node: Node) -> bool:

@@ -38,8 +38,8 @@ class _State:
     def step(self, node: Node) -> None:
         if node.target is _ENTER_AUTOCAST:
             enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
-            device, *_ = node.args
-            self.autocasts[node] = str(device), bool(enabled)
+            device = str(next(iter(node.args)))
+            self.autocasts[node] = device, bool(enabled)
         elif node.target is _EXIT_AUTOCAST:
             self.autocasts.pop(node.args[0], None)  # type: ignore[arg-type]
         elif node.target is _SET_GRAD:

@@ -174,7 +174,7 @@ arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
 %3: float32[5, 6] = .clone(%2, memory_format=contiguous_format)
 return [%3]""",
     )
-    stored = Padding((0, 2), 0.0)(
+    stored = Padding((0, 2), 0.0, keep_order=True)(
         torch.randn(6, 8).t()
     )  # a [k, n] weight that is stored column-major
     assert stored.shape == (8, 8)
