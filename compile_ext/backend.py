@@ -52,7 +52,7 @@ def compile_ext_backend(
     ctx = PassContext(copy_module(gm), inputs)
     run_passes(ctx, parsed.disable)
 
-    extra = [(d.source, constants(d.derivation)) for d in ctx.derived]
+    extra = [(d.source, constants(d.derivation, inputs[d.source])) for d in ctx.derived]
     # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of
     # its own for its sizes under dynamic=True, and nothing is computed before the first call.
     example_inputs = [*inputs, *ctx.derived_fakes()]

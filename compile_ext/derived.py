@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,35 +21,36 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from compile_ext.passes.derivation import Derivation
 
-Stamp = tuple[Any, ...]
+
+def _slow_storage_of(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+# Address of the StorageImpl: identifies a storage as long as someone holds it, if only weakly.
+# The private function makes no Python object for the storage: 158 against 226 ns.
+_storage_of: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", _slow_storage_of)
 
 
 class _Constant:
     """A derived tensor and the stamp of the parameter that it was computed from."""
 
-    __slots__ = ("source", "stamp", "storage", "value")
+    __slots__ = ("address", "pointer", "source", "storage", "value", "version")
 
     def __init__(self, source: weakref.ref[Tensor]) -> None:
         self.source = source
         self.value: Tensor | None = None
-        self.stamp: Stamp = ()
+        self.version = self.address = self.pointer = -1
         # A weak reference to the storage: while it exists, no other storage has the same identity.
         # (The allocator hands out the address of freed data again: `p.data = ...` twice.)
         self.storage: StorageWeakRef | None = None
 
 
-def _stamp(source: Tensor) -> Stamp:
-    """What moves when a parameter is written, or gets other data or another form of it."""
-    storage = source.untyped_storage()._cdata
-    return source._version, storage, source.data_ptr(), source.stride(), source.dtype
-
-
 class Constants:
     """All constants of one derivation: call it with the live parameter to get the tensor.
 
-    The value is refreshed in place when the parameter's stamp (version counter, storage, address,
-    strides, dtype) has moved, so that its own address stays valid for CUDA graphs. Writes that move
-    none of these (``p.data.copy_``) are not seen, but for those of an optimizer's step.
+    The value is refreshed in place when the parameter's version counter, storage or address has
+    moved, so that its own address stays valid for CUDA graphs. Writes that move none of these
+    (``p.data.copy_``) are not seen, but for those of an optimizer's step.
     """
 
     def __init__(self, derivation: Derivation) -> None:
@@ -65,8 +67,9 @@ class Constants:
         if (
             constant is None
             or constant.source() is not source
-            or source.is_inference()
-            or constant.stamp != _stamp(source)
+            or constant.version != source._version
+            or constant.address != _storage_of(source)
+            or constant.pointer != source.data_ptr()
         ):
             return self._compute(source)
         assert constant.value is not None
@@ -76,7 +79,7 @@ class Constants:
         """Compute the constant of this parameter anew on the next call."""
         constant = self._constants.get(id(source))
         if constant is not None and constant.source() is source:
-            constant.stamp = ()
+            constant.version = -1
 
     def _compute(self, source: Tensor) -> Tensor:
         # Outside inference mode: a tensor made inside could not be refreshed outside it.
@@ -91,8 +94,9 @@ class Constants:
                 self._constants[key] = constant
             # The stamp is read before the data: a write in between makes the next call compute
             # again.
-            stamp = _stamp(source)
-            if constant.value is not None and stamp == constant.stamp:
+            stamp = source._version, _storage_of(source), source.data_ptr()
+            if stamp == (constant.version, constant.address, constant.pointer):
+                assert constant.value is not None
                 return constant.value  # another thread was faster
             value = self.derivation(source)
             self.refreshes += 1
@@ -102,7 +106,7 @@ class Constants:
             else:
                 constant.value = old = value
             constant.storage = StorageWeakRef(source.untyped_storage())
-            constant.stamp = stamp
+            constant.version, constant.address, constant.pointer = stamp
             return old
 
     def _forget(self, key: int) -> None:
@@ -117,17 +121,22 @@ def _same_form(x: Tensor, y: Tensor) -> bool:
     return (x.device, x.dtype, x.shape, x.stride()) == (y.device, y.dtype, y.shape, y.stride())
 
 
-_SHARED: weakref.WeakValueDictionary[Derivation, Constants] = weakref.WeakValueDictionary()
+# A graph is compiled for one form of a parameter (Dynamo guards it), so each form has its table.
+Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+_SHARED: weakref.WeakValueDictionary[tuple[Derivation, Form], Constants] = (
+    weakref.WeakValueDictionary()
+)
 
 
-def constants(derivation: Derivation) -> Constants:
-    """The constants of a derivation, shared by all graphs that use it and freed with the last of
-    them.
+def constants(derivation: Derivation, source: Tensor) -> Constants:
+    """The constants of a derivation for parameters of the form of ``source`` (dtype, shape,
+    strides): shared by all graphs that use it, and freed with the last of them.
     """
-    found = _SHARED.get(derivation)
+    key = derivation, (source.dtype, tuple(source.shape), source.stride())
+    found = _SHARED.get(key)
     if found is None:
         _watch_optimizers()
-        found = _SHARED[derivation] = Constants(derivation)
+        found = _SHARED[key] = Constants(derivation)
     return found
 
 

@@ -42,6 +42,10 @@ class Block(nn.Module):
         return self.proj(x), F.linear(x, self.gate.weight).float().softmax(-1)
 
 
+# What N = 50 -> 64 makes of the weight of Block.proj.
+PADDING = Padding((0, 0, 0, 14), 0, keep_order=True)
+
+
 def tokens(m: int) -> Tensor:
     return torch.randn(m, 64).bfloat16()
 
@@ -132,7 +136,7 @@ def test_steady_state_computes_nothing() -> None:
     for m in models:
         m.compile(backend="compile_ext", options=EAGER)
     x = tokens(5)
-    table = constants(Padding((0, 0, 0, 14), 0, keep_order=True))
+    table = constants(PADDING, Block().proj.weight)
     with torch.no_grad():
         for m in models:
             m(x)
@@ -154,7 +158,7 @@ def test_collected_models_leave_nothing() -> None:
         check(compiled, model, tokens(5))
         return [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
 
-    table = constants(Padding((0, 0, 0, 14), 0, keep_order=True))
+    table = constants(PADDING, Block().proj.weight)
     before, refreshes = set(records.live()), table.refreshes
     refs = run()
     torch._dynamo.reset()

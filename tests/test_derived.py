@@ -78,16 +78,17 @@ def test_freed_with_the_parameter() -> None:
     assert len(table) == 0
 
 
-def test_shared_by_equal_derivations_and_freed_with_the_last_user() -> None:
-    how = Padding((0, 1, 0, 3), 7.0)
-    first = constants(how)
-    assert constants(Padding((0, 1, 0, 3), 7.0)) is first
-    assert constants(Padding((0, 1, 0, 3), 8.0)) is not first
-    p = nn.Parameter(torch.randn(2, 2))
+def test_shared_by_equal_derivations_of_one_form_and_freed_with_the_last_user() -> None:
+    p = nn.Parameter(torch.randn(2, 3))
+    first = constants(Padding((0, 1, 0, 3), 7.0), p)
+    assert constants(Padding((0, 1, 0, 3), 7.0), nn.Parameter(torch.zeros(2, 3))) is first
+    assert constants(Padding((0, 1, 0, 3), 8.0), p) is not first
+    for other in (p.double(), torch.randn(3, 2).t(), torch.randn(2, 4)):
+        assert constants(Padding((0, 1, 0, 3), 7.0), other) is not first
     first(p)
     del first
     gc.collect()
-    assert len(constants(how)) == 0  # no graph used it any more: a new table
+    assert len(constants(Padding((0, 1, 0, 3), 7.0), p)) == 0  # a new table
 
 
 def test_an_inference_tensor_is_computed_on_each_call() -> None:

@@ -339,7 +339,7 @@ def test_layer_compile_one_graph_for_eight_layers() -> None:
         for layer in layers:
             torch.testing.assert_close(layer(x), Gemm.forward(layer, x), rtol=0, atol=ROUNDING)
         assert len(calls) == 1
-        table = constants(Padding((0, 2, 0, 2), 0.0, keep_order=True))
+        table = constants(Padding((0, 2, 0, 2), 0.0, keep_order=True), layers[0].w)
         before = table.refreshes
         for _ in range(3):
             for layer in layers:
