@@ -34,12 +34,13 @@ _storage_of: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", _sl
 class _Constant:
     """A derived tensor and the stamp of the parameter that it was computed from."""
 
-    __slots__ = ("address", "pointer", "source", "storage", "value", "version")
+    __slots__ = ("address", "pointer", "source", "storage", "strides", "value", "version")
 
     def __init__(self, source: weakref.ref[Tensor]) -> None:
         self.source = source
         self.value: Tensor | None = None
         self.version = self.address = self.pointer = -1
+        self.strides: tuple[int, ...] = ()  # torch 2.11 guards no strides of parameters
         # A weak reference to the storage: while it exists, no other storage has the same identity.
         # (The allocator hands out the address of freed data again: `p.data = ...` twice.)
         self.storage: StorageWeakRef | None = None
@@ -48,9 +49,9 @@ class _Constant:
 class Constants:
     """All constants of one derivation: call it with the live parameter to get the tensor.
 
-    The value is refreshed in place when the parameter's version counter, storage or address has
-    moved, so that its own address stays valid for CUDA graphs. Writes that move none of these
-    (``p.data.copy_``) are not seen, but for those of an optimizer's step.
+    The value is refreshed in place when the parameter's version counter, storage, address or
+    strides have moved, so that its own address stays valid for CUDA graphs. Writes that move none
+    of these (``p.data.copy_``) are not seen, but for those of an optimizer's step.
     """
 
     def __init__(self, derivation: Derivation) -> None:
@@ -70,6 +71,7 @@ class Constants:
             or constant.version != source._version
             or constant.address != _storage_of(source)
             or constant.pointer != source.data_ptr()
+            or constant.strides != source.stride()
         ):
             return self._compute(source)
         assert constant.value is not None
@@ -94,8 +96,13 @@ class Constants:
                 self._constants[key] = constant
             # The stamp is read before the data: a write in between makes the next call compute
             # again.
-            stamp = source._version, _storage_of(source), source.data_ptr()
-            if stamp == (constant.version, constant.address, constant.pointer):
+            stamp = source._version, _storage_of(source), source.data_ptr(), source.stride()
+            if stamp == (
+                constant.version,
+                constant.address,
+                constant.pointer,
+                constant.strides,
+            ):
                 assert constant.value is not None
                 return constant.value  # another thread was faster
             value = self.derivation(source)
@@ -106,7 +113,7 @@ class Constants:
             else:
                 constant.value = old = value
             constant.storage = StorageWeakRef(source.untyped_storage())
-            constant.version, constant.address, constant.pointer = stamp
+            constant.version, constant.address, constant.pointer, constant.strides = stamp
             return old
 
     def _forget(self, key: int) -> None:
