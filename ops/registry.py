@@ -45,7 +45,7 @@ def contract_of(op: OpOverload) -> OpContract | None:
 
 
 def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
-    """Every fault of a contract. A later check may rely on what the earlier ones have seen to."""
+    """Faults; the first is raised, and a later check relies on what the earlier ones saw to."""
     if not isinstance(contract, OpContract):
         yield f"a {type(contract).__name__}", "an OpContract", "pass OpContract(...)"
     yield from _type_faults(contract)

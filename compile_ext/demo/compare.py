@@ -64,7 +64,8 @@ class Comparison:
     @property
     def ok(self) -> bool:
         within = self.max_error <= self.tolerance and self.tokens_equal == self.tokens_decided
-        return within and self.compared > 0
+        enough = self.compared >= self.steps / 2 and self.tokens_decided > 0
+        return within and enough
 
 
 def record(

@@ -43,7 +43,7 @@ def count_kernels(call: Callable[[], Any]) -> int:
     events = profiled.events() or []
     if cuda:
         on_device = [e for e in events if e.device_type == DeviceType.CUDA]
-        return sum("Mem" not in e.name for e in on_device)  # Memcpy, Memset
+        return sum(not e.name.startswith(("Memcpy", "Memset")) for e in on_device)
     return sum(_count(e) for e in events if e.cpu_parent is None)
 
 
