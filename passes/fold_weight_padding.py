@@ -104,7 +104,8 @@ def _widths(
         return f"{name} is not a tensor"
     widths: Widths = {}
     for dim, spec in ((d, a.pads()[name]) for d, a in align.items() if grow[d] and name in a.pad):
-        if name in (gemm.scale_a, gemm.scale_b) and found.numel() == 1:
+        one = all(is_static(s) and s == 1 for s in found.shape)
+        if one and name in (gemm.scale_a, gemm.scale_b):
             continue  # one scale for the whole tensor
         blocks = -(-int(sizes[dim]) // spec.block)
         axis = _axis(name, found.shape, gemm, dim, spec, blocks)
@@ -127,7 +128,7 @@ def _axis(name: str, shape: Any, gemm: Gemm, dim: str, spec: Pad, size: int) -> 
         axes = [("nk" if gemm.layout == "nt" else "kn").index(dim)]
     else:
         axes = [i for i, s in enumerate(shape) if is_static(s) and s == size]
-    if len(axes) != 1 or shape[axes[0]] != size:
+    if len(axes) != 1 or not is_static(shape[axes[0]]) or shape[axes[0]] != size:
         return f"{name} of shape {list(shape)} has no single axis of {size} for {dim.upper()}"
     return axes[0]
 

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
-from compile_ext.ops import quantize_fp8_per_token, scaled_mm
+from compile_ext.ops import (
+    block_scaled_mm,
+    quantize_fp8_blocks,
+    quantize_fp8_groups,
+    quantize_fp8_per_token,
+    scaled_mm,
+)
 from compile_ext.passes.derivation import Padding
 
 # Sums of at most 16 products of size ~10, in another order: some units in the last place of float32
@@ -102,6 +108,25 @@ return [%3]""",
             x = torch.randn(m, 6)
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=ROUNDING)
     assert len(got.modules) == 1
+
+
+def test_an_m_known_only_at_run_time(rewrite: Any) -> None:
+    def chosen(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        a, scale_a = quantize_fp8_groups(x[x[:, 0].nonzero()[:, 0]])  # the tokens of one expert
+        return block_scaled_mm(a, weight, scale_a, scale)
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            w, scale = quantize_fp8_blocks(torch.randn(50, 136))
+            self.w, self.scale = (nn.Parameter(t, requires_grad=False) for t in (w, scale))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return chosen(x, self.w, self.scale)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = rewrite(Expert(), torch.randn(5, 136).bfloat16(), tolerance=ROUNDING, fullgraph=True)
+    assert got.of(PASS) == [(True, "N 50 -> 64, K 136 -> 144: a, b padded")]
 
 
 HAND_PADS = {
