@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.fx import GraphModule
 
 from compile_ext import records
@@ -49,6 +50,7 @@ def compile_ext_backend(
         OptionError: an unknown or ill-typed option.
     """
     parsed = Options.parse(mode, options)
+    start = time.perf_counter()
     ctx = PassContext(copy_module(gm), inputs)
     run_passes(ctx, parsed.disable)
 
@@ -56,12 +58,12 @@ def compile_ext_backend(
     # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of
     # its own for its sizes under dynamic=True, and nothing is computed before the first call.
     example_inputs = [*inputs, *ctx.derived_fakes()]
-    start = time.perf_counter()
     compiled = compile_inner(ctx.root, example_inputs, parsed, name)
     seconds = time.perf_counter() - start
 
     weights = tuple(sorted({i for e in ctx.report.entries for i in e.weights}))
-    record = records.GraphRecord(ctx.report, _place(gm), weights, seconds)
+    compile_id = str(CompileContext.current_compile_id())
+    record = records.GraphRecord(ctx.report, _place(gm), weights, seconds, compile_id)
     records.add(record)
     run = _with_constants(compiled, record, extra)
     return checked(run, copy_module(gm), ctx, extra) if parsed.check else run

@@ -35,13 +35,15 @@ class GraphRecord:
         report: what the passes said.
         place: where in the user's program it comes from.
         weights: positions, among the graph's inputs, of the tensors that name its sites.
-        compile_seconds: wall time of the inner compiler.
+        backend_seconds: wall time of our passes and of the inner compiler.
+        compile_id: Dynamo's name for the compilation, ``frame/attempt``.
     """
 
     report: GraphReport
     place: Place | None
     weights: tuple[int, ...]
-    compile_seconds: float = 0.0
+    backend_seconds: float = 0.0
+    compile_id: str = ""
     bindings: dict[tuple[int, ...], tuple[weakref.ref[Tensor], ...]] = field(default_factory=dict)
 
     def bind(self, tensors: Sequence[Any]) -> None:

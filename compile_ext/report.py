@@ -55,7 +55,7 @@ class Report:
         rows: all candidates, by module path.
         fallbacks: the frames of this model that Dynamo did not compile in one piece.
         graphs: how many live compiled graphs this model has.
-        pass_seconds, compile_seconds: wall time of our passes, and of the compiler after them.
+        pass_seconds, compile_seconds: wall time of our passes, and of the compilations as a whole.
         disabled: passes that were switched off in one of the graphs.
         metrics_full: Dynamo keeps notes of its last compilations only, and has dropped some.
     """

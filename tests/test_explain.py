@@ -209,3 +209,11 @@ def test_other_models_frames_are_not_mine() -> None:
     call(Skipped(), 5)
     call(model, 5)
     assert compile_ext.explain(model).fallbacks == ()
+
+
+def test_times_cover_the_whole_compilation() -> None:
+    model = Model(1)
+    report = compile_ext.explain(call(model, 5))
+    whole = torch._dynamo.utils.get_compilation_metrics()[-1].entire_frame_compile_time_s
+    assert report.compile_seconds == whole
+    assert 0 < report.pass_seconds < report.compile_seconds
