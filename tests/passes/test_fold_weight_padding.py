@@ -1,4 +1,4 @@
-"""fold_weight_padding: padding of weights becomes derived constants; strides stay eager's."""
+"""fold_weight_padding on GEMMs whose contract asks for alignment; strides stay eager's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from compile_ext.passes.derivation import Padding
 # (2^-23 * 16).
 ROUNDING = 1e-5
 
+
 PASS = "fold_weight_padding"
 ops = torch.ops.compile_ext_tests
+
 
 # Each spelling calls the third-party op on (x, w, scale, bias) with N = 6, K = 6: both break its
 # alignment.
@@ -49,18 +51,6 @@ class Gemm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(x, self.w, self.s, self.b)
-
-
-class HandPad(nn.Module):
-    """Pads its weight on each call, as a wrapper around a kernel does."""
-
-    def __init__(self, pad: Any) -> None:
-        super().__init__()
-        self.pad = pad
-        self.w = nn.Parameter(torch.randn(6, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.pad(self.w))
 
 
 @pytest.mark.parametrize("call", SPELLINGS.values(), ids=SPELLINGS)
@@ -127,37 +117,6 @@ def test_an_m_known_only_at_run_time(rewrite: Any) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         got = rewrite(Expert(), torch.randn(5, 136).bfloat16(), tolerance=ROUNDING, fullgraph=True)
     assert got.of(PASS) == [(True, "N 50 -> 64, K 136 -> 144: a, b padded")]
-
-
-HAND_PADS = {
-    "F.pad": lambda w: F.pad(w, (0, 0, 0, 2)),
-    "keyword": lambda w: F.pad(w, pad=(0, 0, 0, 2), mode="constant", value=0.0),
-    "value": lambda w: F.pad(w, (0, 0, 0, 2), value=1.5),
-    "list": lambda w: F.pad(w, [0, 0, 0, 2]),
-    "constant_pad_nd": lambda w: torch.constant_pad_nd(w, [0, 0, 0, 2], 0),
-    "aten": lambda w: torch.ops.aten.constant_pad_nd.default(w, [0, 0, 0, 2]),
-    "aten packet": lambda w: torch.ops.aten.constant_pad_nd(w, [0, 0, 0, 2], 2.0),
-}
-
-
-@pytest.mark.parametrize("pad", HAND_PADS.values(), ids=HAND_PADS)
-def test_hand_written_pad_in_every_spelling(rewrite: Any, pad: Any) -> None:
-    model = HandPad(pad)
-    got = rewrite(model, torch.randn(5, 8))
-    assert [fired for fired, _ in got.of(PASS)] == [True]
-    assert [n.target for n in got.modules[-1].graph.nodes if n.op == "call_function"] == [F.linear]
-
-
-def test_hand_written_pad_graph(rewrite: Any) -> None:
-    got = rewrite(HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8))
-    assert_expected_inline(
-        got.graph,
-        """\
-arg1: float32[5, 8]
-arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
-%0: float32[5, 8] = linear(arg1, arg2)
-return [%0]""",
-    )
 
 
 def test_hand_pad_then_alignment_is_one_constant(rewrite: Any) -> None:
@@ -277,51 +236,13 @@ def test_reader_after_a_graph_break(rewrite: Any) -> None:
     assert got.of(PASS)[0][0]
 
 
-def test_inside_cond_and_checkpoint(rewrite: Any) -> None:
-    class Branches(HandPad):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(
-                x.sum() > 0,
-                lambda x: F.linear(x, self.pad(self.w)),
-                lambda x: F.linear(x, self.w.repeat(2, 1)[:8]) * 2,
-                (x,),
-            )
-
-    got = rewrite(Branches(HAND_PADS["F.pad"]), torch.ones(5, 8))
-    assert got.of(PASS) == [(True, "pad([0, 0, 0, 2], 0) of a parameter is a derived constant")]
-    assert_expected_inline(
-        got.graph,
-        """\
-arg0: float32[5, 8]
-arg1: float32[6, 8]
-arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
-%0: float32[] = .sum(arg0)
-%1: bool[] = gt(%0, 0)
-%2 = body:
-    arg1: float32[5, 8]
-    arg2: float32[8, 8] = pad([0, 0, 0, 2], 0)
-    %0: float32[5, 8] = linear(arg1, arg2)
-    return [%0]
-%3 = body:
-    arg0: float32[6, 8]
-    arg1: float32[5, 8]
-    %0: float32[12, 8] = .repeat(arg0, 2, 1)
-    %1: float32[8, 8] = getitem(%0, slice(None, 8, None))
-    %2: float32[5, 8] = linear(arg1, %1)
-    %3: float32[5, 8] = mul(%2, 2)
-    return [%3]
-%4 = cond(%1, %2, %3, [arg1, arg0, arg2])
-%5: float32[5, 8] = getitem(%4, 0)
-return [%5]""",
-    )
-
+def test_inside_a_checkpoint(rewrite: Any) -> None:
     class Checkpointed(Gemm):
         def forward(self, x: Tensor) -> Any:
             return checkpoint(super().forward, x, use_reentrant=False)
 
     got = rewrite(Checkpointed(SPELLINGS["packet"]), torch.randn(5, 6), tolerance=ROUNDING)
-    assert "derived" not in got.of(PASS)[-1][1]
-    assert got.of(PASS)[-1][0]
+    assert got.of(PASS) == [(True, "N 6 -> 8, K 6 -> 8: bias, scale, w, x padded")]
 
 
 def test_shared_subgraph_gets_each_callers_weight(rewrite: Any) -> None:
@@ -414,52 +335,9 @@ def test_not_an_activation_weight(rewrite: Any) -> None:
     assert got.of(PASS) == [(False, "it is an input of the call, not a parameter or buffer")]
 
 
-def test_not_a_weight_that_the_graph_writes(rewrite: Any) -> None:
-    class Writes(HandPad):
-        def forward(self, x: Tensor) -> Tensor:
-            self.w[0].zero_()  # through a view
-            return super().forward(x)
-
-    got = rewrite(Writes(HAND_PADS["F.pad"]), torch.randn(5, 8))
-    assert got.of(PASS) == [(False, "the graph writes it")]
-
-
-def test_not_when_a_gradient_is_needed(rewrite: Any) -> None:
-    got = rewrite(HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8), grad=True)
-    assert got.of(PASS) == [(False, "it needs a gradient")]
-
-
-def test_not_under_autocast(rewrite: Any) -> None:
-    class Autocast(HandPad):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x)
-
-    got = rewrite(Autocast(HAND_PADS["F.pad"]), torch.randn(5, 8))
-    assert got.of(PASS) == [(False, "it is inside an autocast region")]
-
-
 def test_not_an_ambiguous_scale(rewrite: Any) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return ops.gemm(x, w, s, None, False)
 
     got = rewrite(Gemm(call, scale=(6, 6)), torch.randn(5, 6))
     assert got.of(PASS) == [(False, "scale of shape [6, 6] has no single axis of 6 for N")]
-
-
-def test_not_an_inference_tensor(rewrite: Any) -> None:
-    with torch.inference_mode():
-        model = HandPad(HAND_PADS["F.pad"])
-        x = torch.randn(5, 8)
-    with torch.inference_mode():
-        got = rewrite(model, x)
-    assert got.of(PASS) == [
-        (False, "it is an inference tensor: without a version counter an update could not be seen")
-    ]
-
-
-def test_switched_off(rewrite: Any) -> None:
-    got = rewrite(
-        HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8), options={"compile_ext.disable": [PASS]}
-    )
-    assert got.of(PASS) == []
