@@ -6,7 +6,7 @@ graph; the ops are in :mod:`compile_ext.ops`, the layers that use them in :mod:`
 
 from compile_ext import ops
 from compile_ext.explain import explain, sites
-from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.registry import register_contract
 from compile_ext.report import Fallback, Report, Row
@@ -18,6 +18,7 @@ __all__ = [
     "CompileExtError",
     "Fallback",
     "Gemm",
+    "Memory",
     "OpContract",
     "Pad",
     "Report",

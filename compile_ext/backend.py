@@ -20,11 +20,12 @@ from torch._guards import CompileContext
 from torch.fx import GraphModule
 
 from compile_ext import records
+from compile_ext.bindings import Table
 from compile_ext.check import checked
 from compile_ext.derived import constants
 from compile_ext.inner import compile_inner
 from compile_ext.options import Options
-from compile_ext.passes import PassContext, copy_module, run_passes
+from compile_ext.passes import DerivedInput, PassContext, copy_module, run_passes
 
 Compiled = Callable[..., Any]
 
@@ -51,41 +52,52 @@ def compile_ext_backend(
     """
     parsed = Options.parse(mode, options)
     start = time.perf_counter()
-    ctx = PassContext(copy_module(gm), inputs)
+    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, parsed.rehome)
     run_passes(ctx, parsed.disable)
 
-    extra = [(d.source, constants(d.derivation, inputs[d.source])) for d in ctx.derived]
+    tables = tuple(_table(d, inputs, parsed.rehome) for d in ctx.derived.inputs())
     # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of
     # its own for its sizes under dynamic=True, and nothing is computed before the first call.
-    example_inputs = [*inputs, *ctx.derived_fakes()]
-    compiled = compile_inner(ctx.root, example_inputs, parsed, name)
+    compiled = compile_inner(ctx.root, [*inputs, *ctx.derived.fakes()], parsed, name)
     seconds = time.perf_counter() - start
 
-    weights = tuple(sorted({i for e in ctx.report.entries for i in e.weights}))
+    named = {i for e in ctx.report.entries for i in e.weights}
+    weights = tuple(sorted(named.union(*(at for at, _ in tables))))
     compile_id = str(CompileContext.current_compile_id())
-    record = records.GraphRecord(ctx.report, _place(gm), weights, seconds, compile_id)
+    record = records.GraphRecord(ctx.report, _place(gm), weights, tables, seconds, compile_id)
     records.add(record)
-    run = _with_constants(compiled, record, extra)
-    return checked(run, copy_module(gm), ctx, extra) if parsed.check else run
+    if not weights and not parsed.check:  # nothing to hand in, nothing to name: nothing in between
+        records.keep(record, compiled)
+        return compiled
+    run = _with_constants(compiled, record)
+    return checked(run, copy_module(gm), ctx, record) if parsed.check else run
 
 
-def _with_constants(compiled: Compiled, record: records.GraphRecord, extra: list[Any]) -> Compiled:
+def _table(derived: DerivedInput, inputs: Sequence[Any], rehome: bool) -> Table:
+    sources = [inputs[i] for i in derived.sources]
+    return derived.sources, constants(derived.derivation, sources, rehome)
+
+
+def _with_constants(compiled: Compiled, record: records.GraphRecord) -> Compiled:
     """The compiled call, with the derived constants of the live arguments behind its own arguments.
 
     Also notes which parameters the graph serves, and keeps the record alive as long as itself.
     """
     take = _taker(record.weights)
-    seen = record.bindings
+    bindings = record.bindings
 
     def run(*args: Any) -> Any:
         weights = take(args)
-        if tuple(map(id, weights)) not in seen:
-            record.bind(weights)
-        if extra:
-            return compiled(*args, *[constant(args[i]) for i, constant in extra])
+        binding = bindings.get(tuple(map(id, weights))) or record.bind(weights, args)
+        return compiled(*args, *binding.values(args))
+
+    def run_aligned(*args: Any) -> Any:
+        weights = take(args)
+        if tuple(map(id, weights)) not in bindings:
+            record.bind(weights, args)
         return compiled(*args)
 
-    return run
+    return run if record.constants else run_aligned
 
 
 def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:

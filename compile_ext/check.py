@@ -23,6 +23,7 @@ from compile_ext.passes import PassContext
 from compile_ext.passes.context import module_hint
 from compile_ext.passes.readers import is_empty, op_name, read_call
 from compile_ext.passes.values import dtype_name
+from compile_ext.records import GraphRecord
 
 Recorded = tuple[Tensor, tuple[int, ...]]  # a copy of the value, and the strides that it had
 
@@ -34,7 +35,7 @@ ABSOLUTE_OF_MAX = 2.0**-7
 
 
 def checked(
-    run: Callable[..., Any], original: GraphModule, ctx: PassContext, extra: list[Any]
+    run: Callable[..., Any], original: GraphModule, ctx: PassContext, record: GraphRecord
 ) -> Callable[..., Any]:
     """``run``, with the comparison in front of its first call."""
     pending = [
@@ -44,14 +45,15 @@ def checked(
     def first_then_run(*args: Any) -> Any:
         if pending:
             first, context = pending[0]
-            compare(first, context, args, [constant(args[i]) for i, constant in extra])
+            values = [table.of([args[i] for i in at]).value for at, table in record.constants]
+            compare(first, context, args, values)
             pending.clear()
         return run(*args)
 
     return first_then_run
 
 
-def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[Tensor]) -> None:
+def compare(original: GraphModule, ctx: PassContext, args: Any, constants: list[Any]) -> None:
     """Raises CheckError naming the first node whose value differs."""
     devices = sorted({x.device.index or 0 for x in args if isinstance(x, Tensor) and x.is_cuda})
     recorded = _Recorder(original)

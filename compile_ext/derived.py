@@ -1,9 +1,14 @@
-"""Derived constants: tensors computed from one parameter, kept fresh, belonging to the parameter.
+"""Derived constants: tensors computed from parameters, kept fresh, belonging to the parameters.
 
 One compiled graph serves many parameters (eight layers under ``layer.compile()``, two instances of
 a class), and one parameter may be read by many graphs (M == 1 and dynamic M). So a constant is
-looked up by (derivation, identity of the parameter), shared by all graphs, and freed with the
-parameter.
+found by (derivation, identity of the parameters), shared by all graphs, and freed with the
+parameters. Two things can stand behind one, and the graph is the same for both: the buffer that the
+parameter has moved into (``homes.py``), or a copy, refreshed in place.
+
+Who synchronises: a refresh waits for the device before it writes (graphs that still read the old
+value on any stream), and for its own copy before any thread can see the constant as fresh. Ordering
+the *write to the parameter* before the next call is the writer's, as for any reader of it.
 """
 
 from __future__ import annotations
@@ -11,140 +16,231 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from compile_ext.passes.derivation import Derivation
+from compile_ext import homes
+from compile_ext.ops.errors import CaptureError
+from compile_ext.passes.budget import is_prefix_padding
+from compile_ext.passes.derivation import Derivation, Padding
 
-
-def _slow_storage_of(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
-# Address of the StorageImpl: identifies a storage as long as someone holds it, if only weakly.
-# The private function makes no Python object for the storage: 158 against 226 ns.
-_storage_of: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", _slow_storage_of)
+_LOCK = threading.RLock()  # one refresh at a time: two tables may want to move one parameter
+_STALE = -1
 
 
-class _Constant:
-    """A derived tensor and the stamp of the parameter that it was computed from."""
+class Stamp:
+    """What one source of a constant was when the constant was computed.
 
-    __slots__ = ("address", "pointer", "source", "storage", "strides", "value", "version")
+    A moved ``version`` counter tells a write in place, a moved ``pointer`` (address) new memory.
+    The allocator hands out the address of freed memory again (``p.data = ...`` twice), so the
+    stamp goes stale as soon as the storage it saw is freed.
+    """
 
-    def __init__(self, source: weakref.ref[Tensor]) -> None:
-        self.source = source
+    __slots__ = ("__weakref__", "pointer", "storage", "strides", "version")
+
+    def __init__(self, source: Tensor, is_home: bool) -> None:
+        # None: writes need not be seen, the buffer is the parameter's own memory, and its address
+        # is not handed out again as long as the constant holds it.
+        self.version = None if is_home else source._version
+        self.pointer = source.data_ptr()
+        self.strides = source.stride()
+        me = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            stamp = me()
+            if stamp is not None:
+                stamp.pointer = _STALE
+
+        self.storage = None if is_home else weakref.ref(source.untyped_storage(), forget)
+
+    def fits(self, source: Tensor) -> bool:
+        return (
+            self.pointer == source.data_ptr()
+            and (self.version is None or self.version == source._version)
+            and self.strides == source.stride()
+        )
+
+
+class Constant:
+    """A derived tensor and the stamps of its sources.
+
+    Args:
+        value: what the graph gets; None before the first refresh.
+        stamps: one for each source; none for sources that cannot be watched.
+        kind: for people: how it is kept.
+    """
+
+    __slots__ = ("kind", "sources", "stamps", "value")
+
+    def __init__(self, sources: tuple[weakref.ref[Tensor], ...]) -> None:
+        self.sources = sources
         self.value: Tensor | None = None
-        self.version = self.address = self.pointer = -1
-        self.strides: tuple[int, ...] = ()  # torch 2.11 guards no strides of parameters
-        # A weak reference to the storage: while it exists, no other storage has the same identity.
-        # (The allocator hands out the address of freed data again: `p.data = ...` twice.)
-        self.storage: StorageWeakRef | None = None
+        self.stamps: list[Stamp] = []
+        self.kind = ""
+
+    def is_fresh(self, sources: Sequence[Tensor]) -> bool:
+        return bool(self.stamps) and all(
+            s.fits(x) for s, x in zip(self.stamps, sources, strict=True)
+        )
 
 
 class Constants:
-    """All constants of one derivation: call it with the live parameter to get the tensor.
+    """All constants of one derivation.
 
-    The value is refreshed in place when the parameter's version counter, storage, address or
-    strides have moved, so that its own address stays valid for CUDA graphs. Writes that move none
-    of these (``p.data.copy_``) are not seen, but for those of an optimizer's step.
+    Args:
+        derivation: what computes them.
+        rehome: whether a parameter may move into its padded buffer.
     """
 
-    def __init__(self, derivation: Derivation) -> None:
-        self.derivation = derivation
-        self.refreshes = 0  # computations so far, the first of each parameter included
-        self._constants: dict[int, _Constant] = {}
-        self._lock = threading.Lock()
+    def __init__(self, derivation: Derivation, rehome: bool = True) -> None:
+        self.derivation, self.rehome = derivation, rehome
+        self.refreshes = 0  # computations so far, the first of each constant included
+        self._constants: dict[tuple[int, ...], Constant] = {}
 
     def __len__(self) -> int:
         return len(self._constants)
 
-    def __call__(self, source: Tensor) -> Tensor:
-        constant = self._constants.get(id(source))
-        if (
-            constant is None
-            or constant.source() is not source
-            or constant.version != source._version
-            or constant.address != _storage_of(source)
-            or constant.pointer != source.data_ptr()
-            or constant.strides != source.stride()
-        ):
-            return self._compute(source)
-        assert constant.value is not None
-        return constant.value
-
-    def invalidate(self, source: Tensor) -> None:
-        """Compute the constant of this parameter anew on the next call."""
-        constant = self._constants.get(id(source))
-        if constant is not None and constant.source() is source:
-            constant.version = -1
-
-    def _compute(self, source: Tensor) -> Tensor:
-        # Outside inference mode: a tensor made inside could not be refreshed outside it.
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            if isinstance(source, FakeTensor) or source.is_inference():
-                # No stamp to see an update by: computed on each call.
-                return self.derivation(source)
-            key = id(source)
+    def of(self, sources: Sequence[Tensor]) -> Constant:
+        """The constant of these parameters, fresh."""
+        with _LOCK:
+            key = tuple(map(id, sources))
             constant = self._constants.get(key)
-            if constant is None or constant.source() is not source:
-                constant = _Constant(weakref.ref(source, lambda _: self._forget(key)))
-                self._constants[key] = constant
-            # The stamp is read before the data: a write in between makes the next call compute
-            # again.
-            stamp = source._version, _storage_of(source), source.data_ptr(), source.stride()
-            if stamp == (
-                constant.version,
-                constant.address,
-                constant.pointer,
-                constant.strides,
+            if constant is None or any(
+                r() is not x for r, x in zip(constant.sources, sources, strict=True)
             ):
-                assert constant.value is not None
-                return constant.value  # another thread was faster
-            value = self.derivation(source)
+                refs = tuple(weakref.ref(x, lambda _: self._forget(key)) for x in sources)
+                constant = Constant(refs)
+                if all(map(is_watchable, sources)):
+                    self._constants[key] = constant
+            if not constant.is_fresh(sources):
+                self._refresh(constant, sources)
+            return constant
+
+    def invalidate(self, source: Tensor) -> list[Constant]:
+        """Mark the constants of this parameter as stale, and return them."""
+        found = [c for key, c in list(self._constants.items()) if id(source) in key]
+        for constant in found:
+            for stamp in constant.stamps:
+                if stamp.version is not None:
+                    stamp.pointer = _STALE
+        return found
+
+    # Outside inference mode: a tensor made inside could not be refreshed outside it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _refresh(self, constant: Constant, sources: Sequence[Tensor]) -> None:
+        if not all(map(is_watchable, sources)):
+            constant.value, constant.stamps = self.derivation(*sources), []
+            constant.kind = "computed on each call: an inference tensor has no version counter"
+            return
+        with _exclusive(sources[0].device):
             self.refreshes += 1
-            old = constant.value
-            if old is not None and _same_form(old, value):
-                old.copy_(value)
+            buffer, reason = self._home(sources)
+            if buffer is not None:
+                constant.value, constant.kind = buffer, "re-homed: the parameter lives in it"
             else:
-                constant.value = old = value
-            constant.storage = StorageWeakRef(source.untyped_storage())
-            constant.version, constant.address, constant.pointer, constant.strides = stamp
-            return old
+                constant.kind = f"a copy: {reason}"
+            # Read before the data: a write in between makes the next call compute again.
+            stamps = [Stamp(x, is_home=buffer is not None) for x in sources]
+            if buffer is None:
+                self._copy(constant, self.derivation(*sources))
+        constant.stamps = stamps  # last: another thread may look without the lock
 
-    def _forget(self, key: int) -> None:
+    def _home(self, sources: Sequence[Tensor]) -> tuple[Tensor | None, str]:
+        how, p = self.derivation, sources[0]
+        if not isinstance(how, Padding):
+            return None, "it is computed"
+        found = homes.find(p, how)
+        if found is not None:
+            return found, ""
+        if not is_prefix_padding(how, p):
+            return None, "more than rows is added (compile_ext.prepare moves the parameter)"
+        reason = homes.why_not(p) if self.rehome else "compile_ext.rehome is False"
+        return (homes.move(p, how), "") if reason is None else (None, reason)
+
+    def _copy(self, constant: Constant, value: Tensor) -> None:
+        old = constant.value
+        # A buffer that the parameter has left stays what those who hold a part of it see.
+        if old is not None and _form(old) == _form(value) and not _is_used(old):
+            old.copy_(value)
+        else:
+            constant.value = value
+
+    def _forget(self, key: tuple[int, ...]) -> None:
         constant = self._constants.get(key)
-        if (
-            constant is not None and constant.source() is None
-        ):  # not a newer tensor with the same id
-            self._constants.pop(key, None)
+        if constant is not None and any(r() is None for r in constant.sources):
+            self._constants.pop(key, None)  # else: newer tensors with the same ids
 
 
-def _same_form(x: Tensor, y: Tensor) -> bool:
-    return (x.device, x.dtype, x.shape, x.stride()) == (y.device, y.dtype, y.shape, y.stride())
+def is_watchable(source: Tensor) -> bool:
+    """Whether an update of this tensor can be seen."""
+    return not isinstance(source, FakeTensor) and not source.is_inference()
 
 
-# A graph is compiled for one form of a parameter (Dynamo guards it), so each form has its table.
-Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-_SHARED: weakref.WeakValueDictionary[tuple[Derivation, Form], Constants] = (
-    weakref.WeakValueDictionary()
-)
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.device, x.dtype, x.shape, x.stride()
 
 
-def constants(derivation: Derivation, source: Tensor) -> Constants:
-    """The constants of a derivation for parameters of the form of ``source`` (dtype, shape,
+def _is_used(x: Tensor) -> bool:
+    """Whether another tensor lives in the storage of x."""
+    return bool(torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2)
+
+
+class _exclusive:
+    """Nothing else runs on the device while the body does, and the body's work is done after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    "a compiled call inside torch.cuda.graph",
+                    "a weight that was updated, or is used for the first time",
+                    "derived constants that are fresh: what is computed here would be part of the"
+                    " captured graph",
+                    "call the compiled model once, or compile_ext.refresh(model), before capture",
+                )
+            torch.cuda.synchronize(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+# A graph is compiled for one form of its parameters (Dynamo guards it), so each form has its table.
+_Key = tuple[Derivation, bool, tuple[Any, ...]]
+_SHARED: weakref.WeakValueDictionary[_Key, Constants] = weakref.WeakValueDictionary()
+
+
+def constants(derivation: Derivation, sources: Sequence[Tensor], rehome: bool = True) -> Constants:
+    """The constants of a derivation for parameters of the form of ``sources`` (dtype, shape,
     strides): shared by all graphs that use it, and freed with the last of them.
     """
-    key = derivation, (source.dtype, tuple(source.shape), source.stride())
+    key = derivation, rehome, tuple((x.dtype, tuple(x.shape), x.stride()) for x in sources)
     found = _SHARED.get(key)
     if found is None:
         _watch_optimizers()
-        found = _SHARED[key] = Constants(derivation)
+        found = _SHARED[key] = Constants(derivation, rehome)
     return found
+
+
+def refresh(sources: Iterable[Tensor]) -> int:
+    """Compute the constants of these parameters anew; how many there were."""
+    count = 0
+    for source in sources:
+        for table in list(_SHARED.values()):
+            for constant in table.invalidate(source):
+                alive = [x for r in constant.sources if (x := r()) is not None]
+                if len(alive) == len(constant.sources):
+                    table.of(alive)
+                    count += 1
+    return count
 
 
 @functools.cache

@@ -11,13 +11,15 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compile_ext import records
 from compile_ext.backend import compile_ext_backend
+from compile_ext.bindings import Binding
 from compile_ext.ops.errors import NotCompiledError
 from compile_ext.passes.report import Entry
 from compile_ext.report import Fallback, Report, Row
+from compile_ext.tensors import names_of, original, roots_of
 
 
 def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
@@ -33,12 +35,11 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     Raises:
         NotCompiledError: without arguments, and nothing of this model was compiled by this backend.
     """
-    target = getattr(model, "_orig_mod", model)
-    target = getattr(target, "_torchdynamo_orig_callable", target)
+    target = original(model)
     if args or kwargs:
         look: Any = torch.compile(target, backend=_look)
         look(*args, **kwargs)
-    names, codes = _names(target), _codes(target)
+    names, codes = names_of(target), _codes(target)
     alive = [r for r in records.live() if _belongs(r, names, codes)]
     fallbacks, full = _fallbacks(alive, codes)
     if not alive and not fallbacks:
@@ -80,71 +81,25 @@ def _rows(record: records.GraphRecord, names: dict[int, str]) -> Iterator[Row]:
     for entry in record.report.entries:
         if not entry.weights:
             yield _row(entry, entry.hint)
-        for tensors in served:
+        for tensors, binding in served:
             for position in entry.weights:
                 name = names.get(id(tensors[position]))
                 if name is not None:
-                    yield _row(entry, name)
+                    yield _row(entry, name, _kinds(entry, position, binding))
 
 
-def _row(entry: Entry, name: str) -> Row:
-    return Row(name, entry.op, entry.site, tuple(entry.decisions))
+def _row(entry: Entry, name: str, kinds: tuple[str, ...] = ()) -> Row:
+    return Row(name, entry.op, entry.site, tuple(entry.decisions), kinds)
 
 
-def _names(target: Any) -> dict[int, str]:
-    """id of each tensor that belongs to the target -> module path."""
-    found: dict[int, str] = {}
-    for name, value in _roots(target).items():
-        for path, tensor in _tensors(name, value):
-            found.setdefault(id(tensor), path.removesuffix(".weight"))
-    return found
-
-
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value: of a module its parameters and buffers, and plain attributes too."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, nn.Module):
-        for prefix, module in value.named_modules(remove_duplicate=False):
-            here = _join(path, prefix.replace("_orig_mod.", "").removesuffix("_orig_mod"))
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    yield _join(here, name), tensor
-            for name, attribute in vars(module).items():
-                if not name.startswith("_"):
-                    yield from _tensors(_join(here, name), attribute)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors(_join(path, str(i)), item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(_join(path, str(key)), item)
-
-
-def _join(*parts: str) -> str:
-    return ".".join(p.strip(".") for p in parts if p.strip("."))
-
-
-def _roots(target: Any) -> dict[str, Any]:
-    """What a compiled thing can reach: a module itself, or what a function reads from around it."""
-    if isinstance(target, nn.Module):
-        return {"": target}
-    if isinstance(target, functools.partial):
-        bound = {str(i): value for i, value in enumerate(target.args)}
-        return {**_roots(target.func), **bound, **target.keywords}
-    owner = getattr(target, "__self__", None)
-    if owner is not None:  # torch.compile(model.forward)
-        return _roots(owner) if isinstance(owner, nn.Module) else vars(owner)
-    function = inspect.unwrap(target)
-    if not inspect.isfunction(function):
-        return dict(vars(target)) if hasattr(target, "__dict__") else {}
-    around = inspect.getclosurevars(function)
-    return {**around.globals, **around.nonlocals}
+def _kinds(entry: Entry, position: int, binding: Binding) -> tuple[str, ...]:
+    """How the constants of this weight are kept."""
+    return tuple(dict.fromkeys(c.kind for at, c in binding.constants if position in at))
 
 
 def _codes(target: Any) -> list[CodeType]:
     """The code of the target and of every module that it can reach."""
-    modules = [v for v in _roots(target).values() if isinstance(v, nn.Module)]
+    modules = [v for v in roots_of(target).values() if isinstance(v, nn.Module)]
     functions = [type(m).forward for top in modules for m in top.modules()]
     while isinstance(target, functools.partial):
         target = target.func
@@ -156,7 +111,7 @@ def _codes(target: Any) -> list[CodeType]:
 
 def _belongs(record: records.GraphRecord, names: dict[int, str], codes: list[CodeType]) -> bool:
     if record.weights:
-        return any(id(t) in names for tensors in record.served() for t in tensors.values())
+        return any(id(t) in names for tensors, _ in record.served() for t in tensors.values())
     return record.place is not None and _inside(record.place.file, record.place.line, codes)
 
 

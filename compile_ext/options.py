@@ -20,6 +20,9 @@ OWN_OPTIONS = {
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
+    "compile_ext.memory_budget": "bytes for what is computed from weights once (default: pads, and"
+    " other results up to 1/8 of the weights)",
+    "compile_ext.rehome": "False: weights keep their address, and a padded one is held twice",
     "compile_ext.mode": f"the mode, which torch refuses beside options: {', '.join(MODES)}",
 }
 
@@ -33,12 +36,16 @@ class Options:
             comma-separated).
         check: compare the original and the rewritten graph on the first call.
         inner: what compiles the rewritten graph.
+        memory_budget: bytes for derived constants, or None for the default.
+        rehome: whether a parameter may move into its padded buffer.
         inductor: Inductor's config patches, from the mode and from the options without our prefix.
     """
 
     disable: frozenset[str] = frozenset()
     check: bool = False
     inner: str = "inductor"
+    memory_budget: int | None = None
+    rehome: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -56,9 +63,9 @@ class Options:
         for name in own:
             if name not in OWN_OPTIONS:
                 raise _unknown("option", name, OWN_OPTIONS)
-        check = own.get("compile_ext.check", False)
-        if not isinstance(check, bool):
-            raise _bad("compile_ext.check", check, "True or False", "write True")
+        budget = own.get("compile_ext.memory_budget")
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise _bad("compile_ext.memory_budget", budget, "bytes, 0 or more", "write e.g. 2**30")
         inner = own.get("compile_ext.inner", "inductor")
         if inner not in INNERS:
             raise _unknown("compile_ext.inner", inner, INNERS)
@@ -75,10 +82,19 @@ class Options:
             )
         return Options(
             disable=_disabled(own.get("compile_ext.disable", ())),
-            check=check,
+            check=_flag(own, "compile_ext.check", False),
             inner=inner,
+            memory_budget=budget,
+            rehome=_flag(own, "compile_ext.rehome", True),
             inductor=_inductor(mode, rest) if inner == "inductor" else {},
         )
+
+
+def _flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = options.get(name, default)
+    if not isinstance(value, bool):
+        raise _bad(name, value, "True or False", f"write {not default}")
+    return value
 
 
 def _disabled(value: Any) -> frozenset[str]:

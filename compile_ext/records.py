@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from compile_ext.bindings import Binding, Table
 from compile_ext.passes import GraphReport
 
 
@@ -34,36 +35,42 @@ class GraphRecord:
     Args:
         report: what the passes said.
         place: where in the user's program it comes from.
-        weights: positions, among the graph's inputs, of the tensors that name its sites.
+        weights: positions, among the graph's inputs, of the tensors that name its sites or that its
+            constants come from.
+        constants: one table for each derived input.
         backend_seconds: wall time of our passes and of the inner compiler.
         compile_id: Dynamo's name for the compilation, ``frame/attempt``.
+        bindings: for the identities of each set of weights that came by, what they need.
     """
 
     report: GraphReport
     place: Place | None
     weights: tuple[int, ...]
+    constants: tuple[Table, ...] = ()
     backend_seconds: float = 0.0
     compile_id: str = ""
-    bindings: dict[tuple[int, ...], tuple[weakref.ref[Tensor], ...]] = field(default_factory=dict)
+    bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
 
-    def bind(self, tensors: Sequence[Any]) -> None:
-        """Note the tensors that a call hands in at ``weights``."""
-        key, bindings = tuple(map(id, tensors)), self.bindings
+    def bind(self, weights: Sequence[Any], args: Sequence[Any]) -> Binding:
+        """Note the weights of a call, those at ``weights``, and make their constants."""
+        key, bindings = tuple(map(id, weights)), self.bindings
 
         # Holds the dict and not the record, which dies with its graph.
         def forget(_: object) -> None:
             bindings.pop(key, None)
 
-        bindings[key] = tuple(weakref.ref(t, forget) for t in tensors)
+        refs = tuple(weakref.ref(t, forget) for t in weights)
+        bindings[key] = binding = Binding(refs, self.constants, args)
+        return binding
 
-    def served(self) -> list[dict[int, Tensor]]:
-        """For each set of parameters seen: position -> tensor, those still alive."""
-        found = []
-        for refs in list(self.bindings.values()):
-            tensors = [r() for r in refs]
-            if all(t is not None for t in tensors):
-                found.append(dict(zip(self.weights, tensors, strict=True)))
-        return found  # type: ignore[return-value]
+    def served(self) -> list[tuple[dict[int, Tensor], Binding]]:
+        """For each set of weights seen and still alive: position -> tensor, and its constants."""
+        found: list[tuple[dict[int, Tensor], Binding]] = []
+        for binding in list(self.bindings.values()):
+            tensors = [x for r in binding.weights if (x := r()) is not None]
+            if len(tensors) == len(binding.weights):
+                found.append((dict(zip(self.weights, tensors, strict=True)), binding))
+        return found
 
 
 # When Dynamo was last reset, in microseconds since the epoch: what it did before concerns no live
@@ -76,6 +83,12 @@ def note_reset() -> None:
     reset_time_us = time.time_ns() // 1000
 
 
+def keep(record: GraphRecord, owner: Any) -> None:
+    """Let the record of a graph without weights live as long as what runs the graph."""
+    _KEPT[getattr(owner, "__self__", owner)] = record
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, GraphRecord] = weakref.WeakKeyDictionary()
 _LIVE: weakref.WeakSet[GraphRecord] = weakref.WeakSet()
 
 

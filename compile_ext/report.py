@@ -23,12 +23,14 @@ class Row:
         op: what the graph calls there now.
         site: the GEMM, where it is one with a contract.
         decisions: what each pass did with it, in the order of the passes.
+        constants: how each constant derived from the weight is kept: re-homed, or a copy and why.
     """
 
     module: str
     op: str
     site: Site | None
     decisions: tuple[Decision, ...]
+    constants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Report:
         for module, row in _grouped(self.rows):
             s = row.site
             lines = [f"{'*' if d.fired else '-'} {d.pass_name}: {d.detail}" for d in row.decisions]
+            lines += [f"  weight: {kind}" for kind in row.constants]
             lines += [f"- kernel {reason}" for reason in (s.passed_over if s else ())]
             size = (range_text(*s.m), str(s.n), str(s.k), s.kernel) if s else ("", "", "", "")
             table.add_row(module, row.op.removeprefix("compile_ext::"), *size, "\n".join(lines))
@@ -122,7 +125,7 @@ def _grouped(rows: tuple[Row, ...]) -> list[tuple[str, Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         shape = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.module)
-        groups.setdefault((shape, row.op, row.site, row.decisions), []).append(row)
+        groups.setdefault((shape, row.op, row.site, row.decisions, row.constants), []).append(row)
     return [(_pattern([r.module for r in group]), group[0]) for group in groups.values()]
 
 

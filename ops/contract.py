@@ -77,6 +77,19 @@ class Align:
         return {k: v if isinstance(v, Pad) else Pad(v) for k, v in self.pad.items()}
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Where an argument must lie for the fast kernels.
+
+    Args:
+        address: its address is a multiple of this, in bytes.
+        stride: its strides other than 1 are multiples of this, in elements.
+    """
+
+    address: int = 1
+    stride: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class OpContract:
     """What an op declares. Every field may be left out; a pass uses what is there.
@@ -85,6 +98,8 @@ class OpContract:
         gemm: the arguments that form the GEMM. Without it the op is no GEMM site.
         align: for ``"n"`` and ``"k"``, the multiple that the fast kernels need and how each
             argument is padded. The op must then compute the same numbers in the first n columns.
+        memory: for weights, scales and biases, where they must lie. A parameter that does not is
+            copied once.
         unread: ``{argument: predicate}``. The predicate gets all arguments of the call by schema
             name, tensors as fakes (no data), and says whether the op leaves the argument unread.
         overwritten: mutable arguments that the op overwrites in full without reading them.
@@ -95,6 +110,7 @@ class OpContract:
 
     gemm: Gemm | None = None
     align: Mapping[str, Align] = field(default_factory=dict)
+    memory: Mapping[str, Memory] = field(default_factory=dict)
     unread: Mapping[str, Predicate] = field(default_factory=dict)
     overwritten: tuple[str, ...] = ()
     prewait_reads: tuple[str, ...] = ()
@@ -103,6 +119,7 @@ class OpContract:
 
     def __post_init__(self) -> None:
         _freeze(self, "align")
+        _freeze(self, "memory")
         _freeze(self, "unread")
 
 

@@ -77,3 +77,7 @@ class NotCompiledError(CompileExtError, RuntimeError):
 
 class CheckError(CompileExtError, AssertionError):
     """``compile_ext.check``: the rewritten graph computes something else than the original."""
+
+
+class CaptureError(CompileExtError, RuntimeError):
+    """A derived constant would have to be computed while a CUDA graph is captured."""

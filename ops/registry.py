@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch._ops import OpOverload
 
-from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import ContractError
 
 # What is wrong with a contract: (found, wanted, fix).
@@ -54,6 +54,8 @@ def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
         yield from _gemm_faults(contract.gemm, contract)
     for dim, align in contract.align.items():
         yield from _align_faults(dim, align, contract)
+    for name, memory in contract.memory.items():
+        yield from _memory_faults(f"memory[{name!r}]", memory, contract)
     returns = op._schema.returns
     if "n" in contract.align and (len(returns) != 1 or str(returns[0].type) != "Tensor"):
         yield (
@@ -84,7 +86,7 @@ def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
 def _type_faults(contract: OpContract) -> Iterator[Fault]:
     if contract.gemm is not None and not isinstance(contract.gemm, Gemm):
         yield f"gemm = {contract.gemm!r}", "a Gemm", "write gemm=Gemm(a=..., b=...)"
-    for field in ("align", "unread"):
+    for field in ("align", "memory", "unread"):
         if not isinstance(getattr(contract, field), Mapping):
             yield f"{field} = {getattr(contract, field)!r}", "a dict", f"write {field}={{...}}"
     for field in ("overwritten", "prewait_reads"):
@@ -97,6 +99,10 @@ def _type_faults(contract: OpContract) -> Iterator[Fault]:
             "a callable (site, target, max_tokens) -> units",
             "pass a function, or leave it out",
         )
+    for name, memory in contract.memory.items():
+        if not isinstance(memory, Memory):
+            fix = f"write memory={{{name!r}: Memory(address=16)}}"
+            yield f"memory[{name!r}] = {memory!r}", "a Memory", fix
     for dim, align in contract.align.items():
         if not isinstance(align, Align):
             fix = f"write align={{{dim!r}: Align(16, pad={{...}})}}"
@@ -108,7 +114,7 @@ def _name_faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
     tensors = [n for n, a in schema.items() if str(a.type) in ("Tensor", "Optional[Tensor]")]
     named = [("gemm", x) for x in (contract.gemm.arguments() if contract.gemm else ())]
     named += [(f"align[{d!r}].pad", x) for d, align in contract.align.items() for x in align.pad]
-    for field in ("unread", "overwritten", "prewait_reads"):
+    for field in ("memory", "unread", "overwritten", "prewait_reads"):
         named += [(field, x) for x in getattr(contract, field)]
     for where, name in named:
         if name not in schema:
@@ -185,6 +191,19 @@ def _pad_faults(where: str, pad: Pad) -> Iterator[Fault]:
     is_number = isinstance(pad.value, (int, float)) and not isinstance(pad.value, bool)
     if not is_number or not math.isfinite(pad.value):
         yield f"{where} with {pad.value!r}", "a finite number", "0 for data, 1.0 for scales"
+
+
+def _memory_faults(where: str, memory: Memory, contract: OpContract) -> Iterator[Fault]:
+    for field in ("address", "stride"):
+        value = getattr(memory, field)
+        if not _is_count(value):
+            found = f"{where} with {field} {value!r}"
+            yield found, "an integer of at least 1", "give bytes for address, elements for stride"
+    if contract.gemm is None:
+        fix = "say which arguments form the GEMM"
+        yield f"{where} without gemm", "gemm=Gemm(a=..., b=...)", fix
+    elif where == f"memory[{contract.gemm.a!r}]":
+        yield f"{where}, the activation", "weights, scales and biases", "leave it out"
 
 
 def _is_count(value: object) -> bool:

@@ -3,6 +3,7 @@ only.
 """
 
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.derived_inputs import DerivedInput
 from compile_ext.passes.pipeline import PASS_NAMES, PASSES, run_passes
 from compile_ext.passes.printer import print_graph
 from compile_ext.passes.report import Decision, GraphReport, Site
@@ -12,6 +13,7 @@ __all__ = [
     "PASSES",
     "PASS_NAMES",
     "Decision",
+    "DerivedInput",
     "GraphReport",
     "PassContext",
     "Site",

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from compile_ext.passes import derivation
+from compile_ext.passes.budget import Budget
+from compile_ext.passes.derivation import Derivation
+from compile_ext.passes.derived_inputs import DerivedInputs, Sources
 from compile_ext.passes.effects import leaving_storages, written_arguments, written_storages
 from compile_ext.passes.readers import OpCall, is_droppable, op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
-from compile_ext.passes.values import DERIVED, fake, fakes, storage
+from compile_ext.passes.values import call_on_fakes, fake_mode, fakes, storage, tensor
 
 # Meta key of a node: why the passes must leave it alone (set before the first pass, see
 # `regions.py`).
 STAND_BACK = "compile_ext_stand_back"
-
-
-@dataclass(frozen=True)
-class DerivedInput:
-    """An extra input of the rewritten graph: ``derivation`` of the root input ``source``."""
-
-    source: int
-    derivation: derivation.Derivation
 
 
 @dataclass(eq=False)
@@ -41,13 +33,16 @@ class PassContext:
     Args:
         root: the copied graph module.
         inputs: its real inputs, parameters among them, in placeholder order.
+        memory_budget: bytes for derived constants, None for the default (see ``budget.py``).
+        rehome: whether parameters may move into padded buffers.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
     root: GraphModule
     inputs: Sequence[Any]
+    memory_budget: int | None = None
+    rehome: bool = True
     report: GraphReport = field(default_factory=GraphReport)
-    derived: list[DerivedInput] = field(default_factory=list)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.
     replaced: dict[str, str] = field(default_factory=dict)
@@ -58,9 +53,8 @@ class PassContext:
         self.scopes = find_scopes(self.root)
         self._scope_of: dict[Graph, Scope] = {s.graph: s for s in self.scopes}
         self._root_inputs = {n: i for i, n in enumerate(self.scopes[0].placeholders())}
-        self._derived_nodes: dict[tuple[Node, derivation.Derivation], Node] = {}
-        self._derived_from: dict[Node, Node] = {}
-        self._derived_how: dict[Node, derivation.Derivation] = {}
+        self.derived = DerivedInputs(self.scopes)
+        self.budget = Budget(self.memory_budget, self._weight_bytes(), self.rehome)
         self._written = written_storages(self.scopes)
         self._leaving = leaving_storages(self.scopes)
 
@@ -103,19 +97,37 @@ class PassContext:
         source = weight_source(value)
         if source is None:
             return ()
-        source = self._derived_from.get(source, source)
+        if source in self.derived:
+            found = [i for x in self.derived.sources(source) for i in self.root_inputs(x)]
+            return tuple(dict.fromkeys(found))
         if source in self._root_inputs:
             return (self._root_inputs[source],)
         scope = self._scope_of.get(source.graph)
         if scope is None or source not in (placeholders := scope.placeholders()):
             return ()
         at = placeholders.index(source)
-        found: list[int] = []
+        found = []
         for call in scope.calls:
             operands = call.operands()
             if operands is not None and at < len(operands):
                 found += self.root_inputs(operands[at])
         return tuple(dict.fromkeys(found))
+
+    def is_activation(self, node: Node) -> bool:
+        """An input of the call, or a tensor whose origin is one as far as it can be seen."""
+        roots = self.root_inputs(node)
+        return bool(roots) and not all(self._is_static(i) for i in roots)
+
+    def address(self, node: Node) -> int | None:
+        """The address of a parameter, or of a view of one, in this call."""
+        roots, found = self.root_inputs(node), tensor(node)
+        if len(roots) != 1 or found is None or storage(node) != storage(self._root(roots[0])):
+            return None
+        base: int = self.inputs[roots[0]].untyped_storage().data_ptr()
+        return base + int(found.storage_offset()) * found.element_size()
+
+    def _root(self, index: int) -> Node:
+        return self.scopes[0].placeholders()[index]
 
     def is_written(self, node: Node) -> bool:
         """Whether a node of this compilation writes the storage of ``node``, or of what it stands
@@ -123,20 +135,28 @@ class PassContext:
         """
         if storage(node) in self._written:
             return True
-        placeholders = self.scopes[0].placeholders()
-        return any(storage(placeholders[i]) in self._written for i in self.root_inputs(node))
+        return any(storage(self._root(i)) in self._written for i in self.root_inputs(node))
 
-    def why_not_shared(self, node: Node) -> str | None:
-        """Why a tensor that is made on each call may not become one that all calls share."""
-        if storage(node) in self._written:
-            return "the graph writes the result"
-        return "the graph hands the result out" if storage(node) in self._leaving else None
+    def is_leaving(self, node: Node) -> bool:
+        """Whether the graph hands out the storage of ``node``."""
+        return storage(node) in self._leaving
+
+    def why_no_memory(self, *wanted: tuple[Sources, Derivation]) -> str | None:
+        """Take the memory for these constants from the budget, or say why not."""
+        costs = {
+            (sources, how): self.budget.cost(
+                how, fakes(sources)[0], self.derived.compute(sources, how)
+            )
+            for sources, how in wanted
+        }
+        return self.budget.why_not(costs)
 
     def why_not_derivable(self, node: Any) -> str | None:
         """Why no constant can be derived from this node, or None."""
         if not isinstance(node, Node) or node.op != "placeholder":
             return "it is computed in the graph, not a parameter or buffer"
-        node = self._derived_from.get(node, node)
+        if node in self.derived:
+            return None  # its sources were looked at when it was made
         if node not in self._root_inputs:
             return self._why_not_through_calls(node)
         index = self._root_inputs[node]
@@ -169,8 +189,12 @@ class PassContext:
         return node.op == "placeholder" and bool(self._static_roots(node))
 
     def _is_static(self, index: int) -> bool:
-        meta = self.scopes[0].placeholders()[index].meta
+        meta = self._root(index).meta
         return bool((meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
+
+    def _weight_bytes(self) -> int:
+        weights = [self.inputs[i] for i in self._root_inputs.values() if self._is_static(i)]
+        return sum(x.numel() * x.element_size() for x in weights if isinstance(x, Tensor))
 
     # ---- change ----------------------------------------------------------------------------------
 
@@ -192,7 +216,7 @@ class PassContext:
         origin = (like or before).meta
         keep = ("nn_module_stack", "stack_trace", "source_fn_stack", STAND_BACK)
         node.meta.update({k: origin[k] for k in keep if k in origin})
-        self._update_fake(node)
+        self.update_fake(node)
         return node
 
     def rewrite(self, call: OpCall, changes: dict[str, Any], op: OpOverload | None = None) -> None:
@@ -201,31 +225,15 @@ class PassContext:
         """
         before = call.node.all_input_nodes
         call.rewrite(changes, op)
-        self._update_fake(call.node)
+        self.update_fake(call.node)
         for x in before:
             if is_droppable(x):
                 self.drop(x)
 
-    def _update_fake(self, node: Node) -> None:
+    def update_fake(self, node: Node) -> None:
+        """Compute what a new or changed node stands for."""
         args, kwargs = fakes(node.args), fakes(node.kwargs)
-        mode = self._fake_mode()
-        quiet = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
-        # Without the Python dispatcher, composite ops run in C++ and turn a symbolic M into a
-        # number.
-        with torch.no_grad(), enable_python_dispatcher(), mode, quiet:
-            if node.op == "call_method":
-                value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta["example_value"] = value
-
-    def _fake_mode(self) -> Any:
-        for scope in self.scopes:
-            for node in scope.graph.nodes:
-                value = fake(node)
-                if isinstance(value, torch._subclasses.FakeTensor):
-                    return value.fake_mode
-        raise AssertionError("a candidate was found in a graph without tensors")
+        node.meta["example_value"] = call_on_fakes(node, args, kwargs, fake_mode(self.scopes))
 
     def replace(self, old: Node, new: Node) -> None:
         """Put ``new`` in the place of ``old`` for all its readers, then drop ``old``."""
@@ -266,65 +274,17 @@ class PassContext:
             if is_droppable(x):
                 self.drop(x)
 
-    def derive(self, node: Node, how: derivation.Padding) -> Node:
-        """A placeholder for ``how(node)``; ``why_not_derivable(node)`` must be None."""
-        if node in self._derived_from:  # a constant of a constant hangs on the parameter as well
-            return self._derive(
-                self._derived_from[node], derivation.after(self._derived_how[node], how)
-            )
-        return self._derive(node, how)
+    def erase_unread(self, nodes: Sequence[Node]) -> None:
+        """Erase those of these pure nodes that nobody reads any more."""
+        left = [x for x in nodes if not x.users and not x._erased]
+        while left:
+            for x in left:
+                x.graph.erase_node(x)
+            left = [x for x in nodes if not x.users and not x._erased]
 
-    def _derive(self, node: Node, how: derivation.Derivation) -> Node:
-        if (node, how) in self._derived_nodes:
-            return self._derived_nodes[node, how]
-        scope = self._scope_of[node.graph]
-        meta = {
-            "example_value": self._derived_fake(node, how),
-            "tensor_dict": {"_dynamo_static_input_type": "unguarded"},
-            DERIVED: str(how),
-        }
-        if scope is self.scopes[0]:
-            # Loads all of Dynamo: not at import time.
-            from torch._dynamo.source import EphemeralSource
-
-            name = f"compile_ext_derived_{len(self.derived)}"
-            new = scope.add_placeholder(name, meta)
-            new._dynamo_source = EphemeralSource(name)
-            self.derived.append(DerivedInput(self._root_inputs[node], how))
-        else:
-            new = self._derive_in_body(scope, node, how, meta)
-        self._derived_nodes[node, how] = new
-        self._derived_from[new], self._derived_how[new] = node, how
-        return new
-
-    def derived_fakes(self) -> list[Any]:
-        """The fakes of the extra inputs, in the order of ``derived``."""
-        placeholders = self.scopes[0].placeholders()
-        return [fake(p) for p in placeholders[len(placeholders) - len(self.derived) :]]
-
-    def _derived_fake(self, node: Node, how: derivation.Derivation) -> Tensor:
-        mode = self._fake_mode()
-        with torch.no_grad(), mode:
-            result: Tensor = how(fake(node))
-            return result
-
-    def _derive_in_body(
-        self, scope: Scope, node: Node, how: derivation.Derivation, meta: dict[str, Any]
-    ) -> Node:
-        at = scope.placeholders().index(node)
-        for call in scope.calls:
-            operands = call.operands()
-            assert operands is not None  # why_not_derivable saw to it
-            call.append(self._derive(operands[at], how))
-        bodies = [scope, *(b for c in scope.calls for b in c.bodies if b is not scope)]
-        name = f"compile_ext_derived_{len(scope.placeholders())}"
-        for body in dict.fromkeys(bodies):
-            source = body.placeholders()[at]
-            new = body.add_placeholder(name, meta)
-            # The other branches of a cond find it there: a second operand would be the same tensor.
-            self._derived_nodes[source, how] = new
-            self._derived_from[new], self._derived_how[new] = source, how
-        return self._derived_nodes[node, how]
+    def derive(self, sources: Sources, how: Derivation) -> Node:
+        """A placeholder for ``how(*sources)``; ``why_not_derivable`` of each must be None."""
+        return self.derived.derive(sources, how)
 
 
 def module_hint(node: Node) -> str:

@@ -1,19 +1,27 @@
-"""Derivations: pure functions of one parameter whose result is a derived constant."""
+"""Derivations: pure functions of parameters whose result is a derived constant.
+
+Every kind is a hashable callable that takes the sources in order, and equal derivations of the same
+parameters share one constant.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+
+from compile_ext.passes.readers import op_name, read_pad
+from compile_ext.passes.values import storage
 
 
 @dataclass(frozen=True)
 class Padding:
-    """``F.pad(x, pad, value=value)``.
+    """``F.pad(x, pad, value=value)`` of one parameter.
 
     Args:
         pad: widths in elements as F.pad takes them, last dimension first.
@@ -31,41 +39,152 @@ class Padding:
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         if not self.keep_order or order == list(range(x.dim())):
             return F.pad(x, self.pad, value=self.value)
-        widths = [
-            (self.pad[2 * i], self.pad[2 * i + 1]) if 2 * i < len(self.pad) else (0, 0)
-            for i in range(x.dim())
-        ]  # of the last dimension first
-        by_dim = widths[::-1]
+        by_dim = self.widths(x.dim())
         permuted = [w for d in reversed(order) for w in by_dim[d]]
         padded = F.pad(x.permute(order), permuted, value=self.value)
         return padded.permute([order.index(d) for d in range(x.dim())])
+
+    def widths(self, rank: int) -> list[tuple[int, int]]:
+        """New elements before and behind, for each dimension."""
+        last_first = [*zip(self.pad[::2], self.pad[1::2], strict=True)]
+        return [*[(0, 0)] * (rank - len(last_first)), *reversed(last_first)]
+
+    def grows_rows_only(self, rank: int) -> bool:
+        """Whether the result is x followed by further elements, if x is contiguous."""
+        before, *rest = self.widths(rank)
+        return before[0] == 0 and before[1] > 0 and not any(map(any, rest))
 
     def __str__(self) -> str:
         return f"pad({list(self.pad)}, {self.value:g})"
 
 
 @dataclass(frozen=True)
-class Chain:
-    """One derivation after another: a weight padded by hand, then to its kernel's alignment."""
+class Restride:
+    """A copy in the same memory order: the innermost dimension contiguous, all other strides
+    multiples of ``multiple`` elements."""
 
-    steps: tuple[Padding, ...]
+    multiple: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        for step in self.steps:
-            x = step(x)
-        return x
+        strides, step = [0] * x.dim(), 1
+        for d in sorted(range(x.dim()), key=lambda d: (x.stride(d), -d)):
+            strides[d] = step
+            step = -(-step * x.shape[d] // self.multiple) * self.multiple
+        return x.new_empty_strided(x.shape, strides).copy_(x.detach())
 
     def __str__(self) -> str:
-        return " then ".join(map(str, self.steps))
+        return f"copy with strides in multiples of {self.multiple}"
 
 
-# Every kind is a frozen, hashable callable: equal derivations of one parameter share one constant.
-Derivation = Padding | Chain
+@dataclass(frozen=True)
+class Program:
+    """Any other computation on parameters: a small graph, its placeholders the sources in order.
+
+    Args:
+        text: the whole computation; equal texts are equal programs.
+        summary: the ops in order, for people.
+        is_view: the result is a view of a source.
+    """
+
+    text: str
+    summary: str = field(compare=False)
+    is_view: bool = field(compare=False)
+    module: GraphModule = field(compare=False, repr=False)
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        result: Tensor = self.module(*[x.detach() for x in sources])
+        # No-ops at run time (a cast to the same dtype) hand their input on: a refresh writes here.
+        if any(_same_storage(result, x) for x in sources):
+            return result.clone()
+        return result
+
+    def __str__(self) -> str:
+        return self.summary
 
 
-def after(first: Derivation, second: Padding) -> Chain:
-    steps = first.steps if isinstance(first, Chain) else (first,)
-    return Chain((*steps, second))
+@dataclass(frozen=True)
+class Chain:
+    """``then`` of what ``first`` gives: a computed weight, padded to its kernel's alignment."""
+
+    first: Padding | Restride | Program
+    then: Padding | Restride
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        return self.then(self.first(*sources))
+
+    def __str__(self) -> str:
+        return f"{self.first} then {self.then}"
+
+
+Derivation = Padding | Restride | Program | Chain
+
+
+def derivation_of(nodes: list[Node], sources: list[Node], result: Node) -> Derivation:
+    """What ``nodes`` of a graph, in order, compute from ``sources``; ``result`` is one of them."""
+    call = read_pad(result) if nodes == [result] else None
+    if call is not None and sources == [call.x]:
+        return Padding(call.pad, call.value)
+    graph = Graph()
+    copies = {x: graph.placeholder(f"source{i}") for i, x in enumerate(sources)}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[result])
+    is_view = storage(result) in {storage(x) for x in sources}
+    return _program(graph, is_view)
+
+
+def after(first: Derivation, then: Padding | Restride) -> Derivation:
+    """``then`` of what ``first`` gives; two pads with one value are one pad."""
+    if isinstance(first, Chain):
+        then_both = after(first.then, then)
+        if isinstance(then_both, Padding):
+            return Chain(first.first, then_both)
+        raise AssertionError(f"{first} has its one step behind it already")
+    if (
+        isinstance(first, Padding)
+        and isinstance(then, Padding)
+        and first.value == then.value
+        and not any(first.pad[::2])
+    ):
+        rank = max(len(first.pad), len(then.pad))
+        pads = [(*p.pad, *[0] * (rank - len(p.pad))) for p in (first, then)]
+        return Padding(tuple(map(sum, zip(*pads, strict=True))), then.value, first.keep_order)
+    return Chain(first, then)
+
+
+def _program(graph: Graph, is_view: bool) -> Program:
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    ops: list[str] = []
+    for node in graph.nodes:
+        names[node] = node.name if node.op == "placeholder" else f"%{len(lines)}"
+        if node.op not in ("placeholder", "output"):
+            ops.append(op_name(node.target))
+            lines.append(f"{_identity(node)}({_text((node.args, node.kwargs), names)})")
+    lines.append(_text(graph.output_node().args, names))
+    return Program("; ".join(lines), ", ".join(ops), is_view, GraphModule({}, graph))
+
+
+def _identity(node: Node) -> str:
+    """A text that only this target has."""
+    target: Any = node.target
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return f"{node.op} {target!r}"
+    module = getattr(target, "__module__", None)
+    return f"{node.op} {module}.{getattr(target, '__qualname__', op_name(target))}"
+
+
+def _text(value: Any, names: dict[Node, str]) -> str:
+    """Numbers with their type: 1, 1.0, True and -0.0 are not the same argument."""
+    if isinstance(value, Node):
+        return names[value]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k}: {_text(v, names)}' for k, v in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_text(v, names) for v in value)}]"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), names)}"
+    return repr(value)
 
 
 def why_not(source: Any) -> str | None:
@@ -81,3 +200,7 @@ def why_not(source: Any) -> str | None:
     if source.numel() == 0:
         return "it has no elements"
     return None
+
+
+def _same_storage(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata

@@ -14,6 +14,7 @@ from torch.fx import Graph
 
 from compile_ext.passes.collect_gemm_sites import collect_gemm_sites
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
 from compile_ext.passes.lower_router_linear import lower_router_linear
 from compile_ext.passes.printer import print_graph
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 Pass = Callable[[Graph, PassContext], None]
 
 PASSES: tuple[Pass, ...] = (
-    fold_weight_padding,  # first: it changes N and K, which everything after it reads
+    fold_parameter_math,  # first: what it makes a constant, the next one can pad
+    fold_weight_padding,  # early: it changes N and K, which everything after it reads
     strip_placeholder_fills,  # after folding: a fill that fed a folded pad is gone by now
     lower_router_linear,  # makes the ops that specialize_m1 looks for
     specialize_m1,  # last rewrite: it only exchanges one op for another
@@ -55,6 +57,7 @@ def run_passes(ctx: PassContext, disable: Collection[str] = ()) -> None:
             run(scope.graph, ctx)
         ctx.report.seconds[name] = time.perf_counter() - start
         _show(ctx, f"compile_ext_after_{name}")
+    ctx.derived.drop_unused()
     for scope in ctx.scopes:
         scope.graph.lint()
         scope.module.recompile()

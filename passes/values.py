@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -24,6 +28,45 @@ def fake(value: Any) -> Any:
 def fakes(args: Any) -> Any:
     """``args`` with every node in it, at any depth, replaced by its example value."""
     return map_arg(args, fake)
+
+
+def substitute(args: Any, values: Mapping[Node, Any]) -> Any:
+    """``args`` with every node replaced by its value here, or else by its example value."""
+    return map_arg(args, lambda x: values[x] if x in values else fake(x))
+
+
+def same_size(x: int | torch.SymInt, y: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to be equal; adds no guard."""
+    if isinstance(x, torch.SymInt) and isinstance(y, torch.SymInt):
+        return bool(x.node.expr == y.node.expr)
+    return is_static(x) and is_static(y) and x == y
+
+
+def fake_mode(scopes: Iterable[Any]) -> FakeTensorMode:
+    """The fake mode that Dynamo traced these graphs under."""
+    for scope in scopes:
+        for node in scope.graph.nodes:
+            value = fake(node)
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+    raise AssertionError("a candidate was found in graphs without tensors")
+
+
+def call_on_fakes(
+    node: Node,
+    args: Any,
+    kwargs: Any,
+    mode: FakeTensorMode,
+    watch: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """What the function or method of a node gives for these fakes; adds no guard. ``watch`` sees
+    the ATen ops that it calls."""
+    quiet = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
+    # Without the Python dispatcher, composite ops run in C++ and turn a symbolic M into a number.
+    with torch.no_grad(), enable_python_dispatcher(), mode, quiet, watch or nullcontext():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def tensor(value: Any) -> Tensor | None:

@@ -136,7 +136,7 @@ def test_steady_state_computes_nothing() -> None:
     for m in models:
         m.compile(backend="compile_ext", options=EAGER)
     x = tokens(5)
-    table = constants(PADDING, Block().proj.weight)
+    table = constants(PADDING, [Block().proj.weight])
     with torch.no_grad():
         for m in models:
             m(x)
@@ -158,7 +158,7 @@ def test_collected_models_leave_nothing() -> None:
         check(compiled, model, tokens(5))
         return [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
 
-    table = constants(PADDING, Block().proj.weight)
+    table = constants(PADDING, [Block().proj.weight])
     before, refreshes = set(records.live()), table.refreshes
     refs = run()
     torch._dynamo.reset()
@@ -267,9 +267,9 @@ def test_check_names_the_first_site_that_differs(monkeypatch: pytest.MonkeyPatch
         return padded * 2 if x.dtype == torch.float32 else padded
 
     monkeypatch.setattr(Padding, "__call__", twice)
-    compiled = torch.compile(
-        model, backend="compile_ext", options={**EAGER, "compile_ext.check": True}
-    )
+    # Re-homed, the weight itself would be what the broken pad gives.
+    options = {**EAGER, "compile_ext.check": True, "compile_ext.rehome": False}
+    compiled = torch.compile(model, backend="compile_ext", options=options)
     with torch.no_grad(), pytest.raises(CheckError) as error:
         compiled(tokens(5))
     assert error.value.where == "compile_ext.check: compile_ext::scaled_mm in 1"

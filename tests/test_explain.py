@@ -67,6 +67,7 @@ def test_table() -> None:
 | module          | op              | M |  N |  K | kernel    | decisions                                                                |
 +-----------------+-----------------+---+----+----+-----------+--------------------------------------------------------------------------+
 | layers.0-2.down | scaled_mm       | 1 | 64 | 64 | reference | * fold_weight_padding: N 50 -> 64: b, scale_b padded                     |
+|                 |                 |   |    |    |           |   weight: re-homed: the parameter lives in it                            |
 |                 |                 |   |    |    |           | - kernel aten: runs on CUDA, the tensors are on cpu                      |
 +-----------------+-----------------+---+----+----+-----------+--------------------------------------------------------------------------+
 | layers.0-2.gate | router_gemm_m1  | 1 |  8 | 64 | reference | * lower_router_linear: logits stay in float32                            |

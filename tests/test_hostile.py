@@ -15,7 +15,7 @@ import compile_ext
 from compile_ext.ops import block_scaled_mm, quantize_fp8_per_token, router_gemm, scaled_mm
 
 EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
-FOLD, ROUTER = "fold_weight_padding", "lower_router_linear"
+FOLD, ROUTER = "fold_parameter_math", "lower_router_linear"
 
 
 class Holder(nn.Module):
@@ -74,7 +74,10 @@ WRITES = {
 def test_a_pad_that_the_graph_writes_stays_private(change: Any) -> None:
     model = Holder(functools.partial(changed, change=change))
     agree(compiled(model), model, torch.randn(2, 5))
-    assert said(model, FOLD) == [(False, "the graph writes the result")]
+    why = "the graph writes the result"
+    if change is WRITES["setitem"]:  # a constant into a pad is a constant, but a large one
+        why = "it would take 160 bytes, and 12 of 12 are left (compile_ext.memory_budget)"
+    assert said(model, FOLD) == [(False, why)]
 
 
 def test_a_pad_that_is_returned_stays_private() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-PASS = "fold_weight_padding"
+PASS = "fold_parameter_math"
 
 
 class HandPad(nn.Module):
@@ -67,7 +67,11 @@ def test_inside_one_branch_of_a_cond(rewrite: Any) -> None:
             )
 
     got = rewrite(Branches(HAND_PADS["F.pad"]), torch.ones(5, 8))
-    assert got.of(PASS) == [(True, "pad([0, 0, 0, 2], 0) of a parameter is a derived constant")]
+    assert got.of(PASS) == [
+        (True, "pad([0, 0, 0, 2], 0) of a parameter is a derived constant"),
+        # The other branch's w.repeat(2, 1): larger than an eighth of the weights, 192 bytes.
+        (False, "it would take 384 bytes, and 24 of 24 are left (compile_ext.memory_budget)"),
+    ]
     assert_expected_inline(
         got.graph,
         """\

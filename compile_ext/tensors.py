@@ -1,0 +1,72 @@
+"""The tensors that a model, a compiled model or a function can reach, by module path."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def original(model: Any) -> Any:
+    """What was handed to ``torch.compile``."""
+    target = getattr(model, "_orig_mod", model)
+    return getattr(target, "_torchdynamo_orig_callable", target)
+
+
+def names_of(target: Any) -> dict[int, str]:
+    """id of each tensor that belongs to the target -> module path."""
+    found: dict[int, str] = {}
+    for path, tensor in tensors_of(target):
+        found.setdefault(id(tensor), path.removesuffix(".weight"))
+    return found
+
+
+def tensors_of(target: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors that belong to the target, by path; one that has two paths comes twice."""
+    for name, value in roots_of(target).items():
+        yield from _tensors(name, value)
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value: of a module its parameters and buffers, and plain attributes too."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, nn.Module):
+        for prefix, module in value.named_modules(remove_duplicate=False):
+            here = _join(path, prefix.replace("_orig_mod.", "").removesuffix("_orig_mod"))
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    yield _join(here, name), tensor
+            for name, attribute in vars(module).items():
+                if not name.startswith("_"):
+                    yield from _tensors(_join(here, name), attribute)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(_join(path, str(i)), item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(_join(path, str(key)), item)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(p.strip(".") for p in parts if p.strip("."))
+
+
+def roots_of(target: Any) -> dict[str, Any]:
+    """What a compiled thing can reach: a module itself, or what a function reads from around it."""
+    if isinstance(target, nn.Module):
+        return {"": target}
+    if isinstance(target, functools.partial):
+        bound = {str(i): value for i, value in enumerate(target.args)}
+        return {**roots_of(target.func), **bound, **target.keywords}
+    owner = getattr(target, "__self__", None)
+    if owner is not None:  # torch.compile(model.forward)
+        return roots_of(owner) if isinstance(owner, nn.Module) else vars(owner)
+    function = inspect.unwrap(target)
+    if not inspect.isfunction(function):
+        return dict(vars(target)) if hasattr(target, "__dict__") else {}
+    around = inspect.getclosurevars(function)
+    return {**around.globals, **around.nonlocals}

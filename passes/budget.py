@@ -1,0 +1,77 @@
+"""How much memory derived constants may take.
+
+Padding replaces a copy that each call would make anyway, so that it is always worth its memory;
+other results (a cast to float32, a dequantized weight) are larger than their sources, and a user
+who chose FP8 for its size did not ask for a bfloat16 copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from compile_ext.passes.derivation import Chain, Derivation, Padding, Program
+
+# Of the bytes of the graph's parameters and buffers. A router weight in float32 is far below
+# (0.1 % of a layer of DeepSeek-V3); a second copy of a layer's largest weight is above.
+DEFAULT_SHARE = 1 / 8
+
+
+@dataclass(eq=False)
+class Budget:
+    """The bytes of one compilation.
+
+    Args:
+        limit: bytes for all constants; None: DEFAULT_SHARE of ``weights`` for what is no padding.
+        weights: bytes of the graph's parameters and buffers.
+        rehome: whether a parameter may move into its padded buffer, which costs its pad only.
+    """
+
+    limit: int | None
+    weights: int
+    rehome: bool
+    used: int = 0
+    _paid: set[object] = field(default_factory=set)
+
+    def why_not(self, wanted: Mapping[object, int]) -> str | None:
+        """Take the memory for these constants, in bytes by identity, or say why not."""
+        new = {key: cost for key, cost in wanted.items() if key not in self._paid}
+        cost = sum(new.values())
+        limit = int(DEFAULT_SHARE * self.weights) if self.limit is None else self.limit
+        if cost and self.used + cost > limit:
+            return (
+                f"it would take {cost} bytes, and {limit - self.used} of {limit} are left"
+                " (compile_ext.memory_budget)"
+            )
+        self.used += cost
+        self._paid.update(new)
+        return None
+
+    def cost(self, how: Derivation, source: Tensor, result: Tensor) -> int:
+        """The bytes of a constant that count; ``source`` is the first of its sources."""
+        if self.limit is None and _is_padding(how):
+            return 0
+        nbytes = result.numel() * result.element_size()
+        if self.rehome and is_prefix_padding(how, source):
+            nbytes -= source.numel() * source.element_size()
+        return int(nbytes)
+
+
+def _is_padding(how: Derivation) -> bool:
+    """Whether it only pads a parameter, or a view of one."""
+    if isinstance(how, Chain) and isinstance(how.then, Padding):
+        return isinstance(how.first, Program) and how.first.is_view
+    return isinstance(how, Padding)
+
+
+def is_prefix_padding(how: Derivation, source: Tensor) -> bool:
+    """Whether ``source`` is the first part, in memory, of ``how(source)``: the source can live
+    there."""
+    return (
+        isinstance(how, Padding)
+        and source.dim() > 0
+        and source.is_contiguous()
+        and how.grows_rows_only(source.dim())
+    )

@@ -1,0 +1,87 @@
+"""Compute what depends on parameters alone once, and not on each call.
+
+    before: y = op(x, w.t().contiguous(), 1 / scale)        after: y = op(x, w', scale')
+    before: y = F.linear(x, torch.cat([q, k, v]))           after: y = F.linear(x, qkv')
+
+w', scale', ... are extra inputs that hold derived constants (``compile_ext.derived``). Views stay
+in the graph: they cost nothing.
+Legal: pure ATen ops on parameters and buffers; nothing in the graph writes the parameters, or the
+result beyond the writes that build it; no gradient is needed.
+Bails: the result is larger than the memory budget has left. Results are taken smallest first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.derivation import Derivation
+from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.parameter_math import ParameterMath, Result
+from compile_ext.passes.values import storage, tensor
+
+
+def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
+    math = ParameterMath(graph, ctx)
+    folded: list[tuple[Result, Derivation]] = []
+    for result in sorted(math.results(), key=lambda r: r.nbytes):
+        ctx.entry(result.node, result.sources[0])
+        # Before the graph changes: one result may need the nodes of another.
+        how = result.derivation()
+        reason = _why_not(result, math, ctx) or ctx.why_no_memory((tuple(result.sources), how))
+        if reason:
+            ctx.skipped(result.node, reason)
+        else:
+            ctx.fired(result.node, f"{how} of {_what(result)} is a derived constant")
+            folded.append((result, how))
+    for result, how in folded:
+        new = ctx.derive(tuple(result.sources), how)
+        for write in result.writes:
+            write.replace_all_uses_with(new)  # copy_ and its like return what they write
+            write.graph.erase_node(write)
+        ctx.replace(result.node, new)
+    _erase_dead({x for result, _ in folded for x in result.nodes})
+
+
+def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | None:
+    reason = result.why_not_derivable(ctx)
+    if reason:
+        return reason
+    if math.is_written_outside(result):
+        return "the graph writes the result"
+    if ctx.is_leaving(result.node):
+        return "the graph hands the result out"
+    if not math.is_complete_when_read(result):
+        return "it is read before it is complete"
+    if _devices(result.node) != _devices(*result.sources):
+        return "it moves to another device"
+    return None
+
+
+def _devices(*nodes: Node) -> set[torch.device]:
+    return {found.device for x in nodes if (found := tensor(x)) is not None}
+
+
+def _what(result: Result) -> str:
+    return "a parameter" if len(result.sources) == 1 else f"{len(result.sources)} parameters"
+
+
+def _erase_dead(nodes: set[Node]) -> None:
+    """Erase those that no other node reads, writes into what is erased with them included."""
+    dead = {x for x in nodes if not x._erased}
+    while True:
+        kept = {storage(x) for x in nodes - dead}
+        alive = {
+            x
+            for x in dead
+            if any(user not in dead for user in x.users)
+            or any(storage(w) in kept for w in written_arguments(x))
+        }
+        if not alive:
+            break
+        dead -= alive
+    while dead:
+        for x in [x for x in dead if not x.users]:
+            x.graph.erase_node(x)
+            dead.discard(x)

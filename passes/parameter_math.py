@@ -1,0 +1,176 @@
+"""Which nodes of a graph compute from parameters alone, and what a result of theirs needs.
+
+The unit is a storage: a tensor that parameter nodes allocate, the writes into it (``buf[:n] = w``)
+and its views together. Its *program* is the list of nodes that fill it, in graph order.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.derivation import Derivation, Padding, Restride, after, derivation_of
+from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.purity import aten_ops, is_pure
+from compile_ext.passes.readers import read_pad
+from compile_ext.passes.values import fake, is_static, storage, tensor
+
+_WRITES = {operator.setitem}
+_WRITE_METHODS = {"copy_", "fill_", "zero_", "__setitem__"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that is computed from parameters alone.
+
+    Args:
+        node: the node that allocates it.
+        nodes: what computes it, in graph order, itself and the writes into it included.
+        writes: those of ``nodes`` that write into it.
+        sources: the parameters, in the order of the graph's placeholders.
+        readers: nodes outside of ``nodes`` that read it or a view of it.
+    """
+
+    node: Node
+    nodes: list[Node]
+    writes: list[Node]
+    sources: list[Node]
+    readers: list[Node]
+
+    def derivation(self, then: Padding | Restride | None = None) -> Derivation:
+        """What computes it, and ``then`` of that."""
+        if then is not None and not self.nodes:
+            return then
+        first = derivation_of(self.nodes, self.sources, self.node)
+        return after(first, then) if then is not None else first
+
+    def why_not_derivable(self, ctx: PassContext) -> str | None:
+        """Why no constant can be made of it, or None."""
+        reasons = [ctx.stand_back(x) for x in self.nodes]
+        reasons += [ctx.why_not_derivable(x) for x in self.sources]
+        return next((r for r in reasons if r), None)
+
+    @property
+    def nbytes(self) -> int:
+        found = tensor(self.node)
+        assert found is not None
+        return int(found.numel()) * found.element_size()
+
+
+class ParameterMath:
+    """The parameter nodes of one graph."""
+
+    def __init__(self, graph: Graph, ctx: PassContext) -> None:
+        self._ctx = ctx
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._nodes: set[Node] = set()
+        self._of_storage: dict[int, list[Node]] = {}
+        for node in self._order:
+            if self._belongs(node):
+                self._nodes.add(node)
+                at = storage(node)
+                if at is not None:
+                    self._of_storage.setdefault(at, []).append(node)
+        outside = [n for n in self._order if n not in self._nodes]
+        self._written_outside = {storage(x) for n in outside for x in written_arguments(n)}
+
+    def _belongs(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            # Behind a higher-order op that is not known here, nobody can tell: the reason says so.
+            return self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
+        if not all(x in self._nodes for x in node.all_input_nodes):
+            return False
+        written = written_arguments(node)
+        if written:
+            is_plain = node.target in _WRITES or (
+                node.op == "call_method" and node.target in _WRITE_METHODS
+            )
+            return is_plain and all(self._is_made_here(x) for x in written)
+        if not _is_value(fake(node)):
+            return False
+        ops = aten_ops(node, self._ctx.scopes)
+        return ops is not None and is_pure(ops)
+
+    def _is_made_here(self, node: Node) -> bool:
+        made = self._of_storage.get(storage(node) or -1, [])
+        return bool(made) and made[0].op != "placeholder"
+
+    def result(self, node: Node) -> Result | None:
+        """The tensor that ``node`` is or views, if parameter nodes allocate it."""
+        at = storage(node) if node in self._nodes else None
+        if at is None or self._of_storage[at][0].op == "placeholder":
+            return None
+        return self._result(self._of_storage[at][0], self._writers(at))
+
+    def _result(self, node: Node, writes: list[Node]) -> Result:
+        nodes = sorted(self._needs([node, *writes]), key=self._order.__getitem__)
+        inside = set(nodes)
+        views = self._of_storage.get(storage(node) or -1, [])
+        readers = [user for x in views for user in x.users if user not in inside]
+        sources = [x for x in nodes if x.op == "placeholder"]
+        return Result(node, [x for x in nodes if x not in sources], writes, sources, readers)
+
+    def results(self) -> list[Result]:
+        """All that something else than parameter nodes reads, computed from a parameter; and the
+        pads of what may be one."""
+        found = [self.result(nodes[0]) for nodes in self._of_storage.values()]
+        return [r for r in found if r is not None and r.sources and self._is_wanted(r)]
+
+    def _is_wanted(self, result: Result) -> bool:
+        if all(map(self._ctx.is_parameter, result.sources)):
+            return any(user not in self._nodes for user in result.readers)
+        return read_pad(result.node) is not None
+
+    def is_written_outside(self, result: Result) -> bool:
+        """Whether something that needs more than parameters writes into what it is made of."""
+        return any(storage(x) in self._written_outside for x in result.nodes)
+
+    def is_complete_when_read(self, result: Result) -> bool:
+        """Whether every reader comes after the last write into it."""
+        last = max(self._order[x] for x in result.nodes)
+        return all(self._order[x] > last for x in result.readers if not self._is_view(x, result))
+
+    def _is_view(self, node: Node, result: Result) -> bool:
+        return node in self._nodes and storage(node) == storage(result.node)
+
+    def of_view(self, node: Node) -> Result | None:
+        """A view of a parameter or of a result, with all that computes it."""
+        if node not in self._nodes or tensor(node) is None:
+            return None
+        found = self._result(node, [])
+        return found if found.sources else None
+
+    def _writers(self, at: int) -> list[Node]:
+        views = self._of_storage.get(at, [])
+        users = [u for x in views for u in x.users if u in self._nodes]
+        return [u for u in users if any(storage(w) == at for w in written_arguments(u))]
+
+    def _needs(self, ends: list[Node]) -> set[Node]:
+        """The nodes that these need, with the earlier writes into what they read."""
+        needed: set[Node] = set()
+        stack = list(ends)
+        while stack:
+            node = stack.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            stack += node.all_input_nodes
+            for at in {storage(x) for x in node.all_input_nodes}:
+                if at is not None:
+                    stack += [w for w in self._writers(at) if self._order[w] < self._order[node]]
+        return needed
+
+
+def _is_value(value: Any) -> bool:
+    """Tensors of static size, or a tuple of them (``w.chunk(2)``)."""
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return bool(leaves) and all(
+        isinstance(x, Tensor) and x.layout == torch.strided and all(map(is_static, x.shape))
+        for x in leaves
+    )

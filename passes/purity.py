@@ -1,0 +1,64 @@
+"""Which ATen ops a node of the Dynamo graph stands for, found by running it on fakes.
+
+A Dynamo graph spells one ATen op in many ways; whether a call is pure, pointwise or a reduction is
+asked of the ops below it, not of its spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.values import call_on_fakes, fake_mode, substitute
+
+_ATEN = ("aten", "prims", "prim")
+_NOT_PURE = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
+_META_QUERY = torch.ops.prim.device.default  # says nothing of what is computed
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _META_QUERY:
+            self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def aten_ops(node: Node, scopes: Sequence[Any]) -> list[OpOverload] | None:
+    """The ATen ops of a call that writes nothing that it is given, in order; None for other nodes
+    and for calls of anything but ATen."""
+    found = run_on_fakes(node, scopes)
+    return None if found is None else found[1]
+
+
+def run_on_fakes(
+    node: Node, scopes: Sequence[Any], values: Mapping[Node, Any] | None = None
+) -> tuple[Any, list[OpOverload]] | None:
+    """The result of such a call, with ``values`` in the place of these nodes, and its ATen ops."""
+    if node.op not in ("call_function", "call_method") or written_arguments(node):
+        return None
+    if isinstance(node.target, HigherOrderOperator):
+        return None
+    recorder = _Recorder()
+    args, kwargs = substitute(node.args, values or {}), substitute(node.kwargs, values or {})
+    value = call_on_fakes(node, args, kwargs, fake_mode(scopes), recorder)
+    ops = recorder.ops
+    return (value, ops) if all(op.namespace in _ATEN for op in ops) else None
+
+
+def is_pure(ops: Sequence[OpOverload]) -> bool:
+    """The same inputs give the same result: no random numbers, no shape that depends on data."""
+    return not any(_NOT_PURE & set(op.tags) for op in ops)
