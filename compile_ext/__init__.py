@@ -10,6 +10,7 @@ from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.registry import register_contract
 from compile_ext.report import Fallback, Report, Row
+from compile_ext.weights import prepare, refresh, restore
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,9 @@ __all__ = [
     "Row",
     "explain",
     "ops",
+    "prepare",
+    "refresh",
     "register_contract",
+    "restore",
     "sites",
 ]

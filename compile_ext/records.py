@@ -96,6 +96,11 @@ def add(record: GraphRecord) -> None:
     _LIVE.add(record)
 
 
+def discard(record: GraphRecord) -> None:
+    """Do not show this graph: it was compiled only to look."""
+    _LIVE.discard(record)
+
+
 def live() -> list[GraphRecord]:
     """The records of all compiled graphs that Dynamo still holds, in no order."""
     return list(_LIVE)

@@ -105,12 +105,12 @@ OP = define_op(
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),
-        # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's
-        # own affair.
+        # Whole blocks: cuBLASLt refuses a partial one of N, and computes wrong numbers for a partial
+        # one of K. The scales have an element for a partial block already.
         align={
-            "n": Align(16, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
+            "n": Align(BLOCK, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
             "k": Align(
-                16,
+                BLOCK,
                 pad={
                     "a": 0,
                     "b": 0,

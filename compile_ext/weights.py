@@ -1,0 +1,108 @@
+"""What a user does with the weights of a compiled model: refresh, prepare, restore."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_ext import derived, homes, records
+from compile_ext.backend import compile_ext_backend
+from compile_ext.derived import Constant
+from compile_ext.passes.derivation import Derivation, Padding
+from compile_ext.tensors import names_of, original, tensors_of
+
+
+def refresh(model: Any) -> int:
+    """Compute all constants that were derived from the weights of a model anew, in place.
+
+    For writes that leave no trace: ``p.data.copy_(...)``, NCCL or a kernel writing to a raw
+    address; and for CUDA graphs captured by hand, whose replay does not look at the weights. All
+    other updates are seen by the next call.
+
+    Args:
+        model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
+
+    Returns:
+        how many constants there were.
+    """
+    return derived.refresh(_weights(model))
+
+
+def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """Move weights whose K is padded into their padded buffers, before the first compilation.
+
+    A weight ``[n, k]`` that a kernel needs as ``[n, k']`` becomes the first k columns of a buffer:
+    no second copy, and every write is seen. Its strides change, to ``(k', 1)``: ``p.view(-1)``
+    fails then, and safetensors refuses to save it until ``restore(model)``. Without this function
+    the padded weight is a copy. (Where only rows are added nothing needs to be prepared.)
+
+    Args:
+        model: an nn.Module or a function that uses one.
+        args, kwargs: the model runs once on them, with the ops' own kernels and no compiler, to see
+            which weights are padded.
+
+    Returns:
+        for each weight that is padded, by path: ``re-homed``, or why it was not.
+    """
+    target = original(model)
+    before = set(records.live())
+    look: Any = torch.compile(
+        target,
+        backend=functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"}),
+    )
+    with torch.no_grad():
+        look(*args, **kwargs)
+    names = names_of(target)
+    found: dict[str, str] = {}
+    for record in set(records.live()) - before:
+        records.discard(record)
+        for _, binding in record.served():
+            for (_, table), (_, constant) in zip(record.constants, binding.constants, strict=True):
+                for p in _only_source(constant):
+                    name = names.get(id(p), "?")
+                    found[name] = _move(p, table.derivation) or found.get(name, "re-homed")
+    return found
+
+
+def _only_source(constant: Constant) -> Iterator[Tensor]:
+    sources = [x for r in constant.sources if (x := r()) is not None]
+    if len(sources) == len(constant.sources) == 1:
+        yield sources[0]
+
+
+def _move(p: Tensor, how: Derivation) -> str | None:
+    """Why it was not re-homed, or None."""
+    if not isinstance(how, Padding):
+        return f"it is computed ({how})"
+    if any(before for before, _ in how.widths(p.dim())):
+        return "it is padded in front"
+    if homes.find(p, how) is not None:
+        return None
+    reason = homes.why_not(p)
+    if reason is None:
+        with torch.inference_mode(False), torch.no_grad():
+            homes.move(p, how)
+    return reason
+
+
+def restore(model: Any) -> int:
+    """Give all weights that live in padded buffers memory of their own again.
+
+    Undoes ``prepare`` and the re-homing of compiled calls, for code that needs plain tensors
+    (safetensors, raw addresses). The next compiled call re-homes weights again, unless it was
+    compiled with ``compile_ext.rehome=False``.
+
+    Returns:
+        how many weights moved.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return sum(homes.leave(p) for p in _weights(model))
+
+
+def _weights(model: Any) -> list[Tensor]:
+    """Each tensor of a model once."""
+    return list({id(x): x for _, x in tensors_of(original(model))}.values())
