@@ -27,19 +27,22 @@ from torch import nn
 
 import compile_ext
 from compile_ext.backend import _with_constants
-from compile_ext.derived import Constants
+from compile_ext.derived import constants
 from compile_ext.passes import GraphReport
 from compile_ext.passes.derivation import Padding
 from compile_ext.records import GraphRecord
 
-ROUNDS, CALLS = 60, 5000
+ROUNDS, CALLS = 60, 2000
 ROWS = {
-    "no candidates": (0, 0),
-    "1 site": (1, 0),
-    "10 sites": (10, 0),
-    "200 sites": (200, 0),
-    "1 constant": (1, 1),
-    "10 constants": (10, 10),
+    "1 site": (1, 0, True),
+    "10 sites": (10, 0, True),
+    "200 sites": (200, 0, True),
+    "1 site, re-homed": (1, 1, True),
+    "10 sites, re-homed": (10, 10, True),
+    "200 sites, re-homed": (200, 200, True),
+    "1 site, a copy": (1, 1, False),
+    "10 sites, copies": (10, 10, False),
+    "200 sites, copies": (200, 200, False),
 }
 
 
@@ -47,14 +50,18 @@ def nothing(*args: Any) -> None:
     """Stands for the compiled graph."""
 
 
-def wrapper(sites: int, constants: int) -> tuple[Callable[..., Any], list[nn.Parameter]]:
+def wrapper(sites: int, count: int, rehome: bool) -> tuple[Callable[..., Any], list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.randn(8, 8)) for _ in range(sites)]
-    table = Constants(Padding((0, 0, 0, 1), 0.0))
-    for p in parameters:
-        assert torch.equal(table(p), F.pad(p.detach(), (0, 0, 0, 1)))
-    record = GraphRecord(GraphReport(), None, tuple(range(sites)))
-    extra = [(i, table) for i in range(constants)]
-    return _with_constants(nothing, record, extra), parameters
+    table = constants(Padding((0, 0, 0, 1), 0.0), parameters[:1], rehome)
+    for p in parameters[:count]:
+        want = F.pad(p.detach(), (0, 0, 0, 1))
+        constant = table.of([p])
+        assert constant.value is not None
+        assert torch.equal(constant.value, want)
+        assert constant.kind.startswith("re-homed" if rehome else "a copy")
+    tables = tuple(((i,), table) for i in range(count))
+    record = GraphRecord(GraphReport(), None, tuple(range(sites)), tables)
+    return _with_constants(nothing, record), parameters
 
 
 def nanoseconds(call: Callable[..., Any], args: list[nn.Parameter]) -> float:
@@ -64,8 +71,8 @@ def nanoseconds(call: Callable[..., Any], args: list[nn.Parameter]) -> float:
     return (time.perf_counter_ns() - start) / CALLS
 
 
-def measure(sites: int, constants: int) -> dict[str, float]:
-    call, args = wrapper(sites, constants)
+def measure(sites: int, count: int, rehome: bool) -> dict[str, float]:
+    call, args = wrapper(sites, count, rehome)
     added = [nanoseconds(call, args) - nanoseconds(nothing, args) for _ in range(ROUNDS)]
     low, middle, high = statistics.quantiles(added, n=4)
     return {"added_ns": middle, "quartile_low_ns": low, "quartile_high_ns": high}
@@ -74,7 +81,7 @@ def measure(sites: int, constants: int) -> dict[str, float]:
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
 ) -> None:
-    rows = {name: measure(*counts) for name, counts in ROWS.items()}
+    rows = {name: measure(*kind) for name, kind in ROWS.items()}
     table = Table(title=f"ns a call, median of {ROUNDS} rounds of {CALLS} calls")
     for column in ("graph", "added", "quartiles"):
         table.add_column(column, justify="left" if column == "graph" else "right")

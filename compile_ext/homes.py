@@ -26,7 +26,8 @@ def why_not(p: Tensor) -> str | None:
     if p.storage_offset() or storage.nbytes() != p.numel() * p.element_size():
         return "it is a part of a larger tensor"
     # The parameter and the storage object just made; views, and exports through DLPack, add to it.
-    if torch._C._storage_Use_Count(storage._cdata) != 2 or p._use_count() != 1:
+    handles: int = p._use_count()  # type: ignore[attr-defined]
+    if torch._C._storage_Use_Count(storage._cdata) != 2 or handles != 1:
         return "something else uses its memory"
     if not storage.resizable():
         return "its memory belongs to another library or to a file"

@@ -143,7 +143,7 @@ class PassContext:
 
     def why_no_memory(self, *wanted: tuple[Sources, Derivation]) -> str | None:
         """Take the memory for these constants from the budget, or say why not."""
-        costs = {
+        costs: dict[object, int] = {
             (sources, how): self.budget.cost(
                 how, fakes(sources)[0], self.derived.compute(sources, how)
             )

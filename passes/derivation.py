@@ -203,4 +203,4 @@ def why_not(source: Any) -> str | None:
 
 
 def _same_storage(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)

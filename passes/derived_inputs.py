@@ -80,7 +80,7 @@ class DerivedInputs:
 
         new = scope.add_placeholder(name, self._meta(origin))
         if scope is self._scopes[0]:
-            new._dynamo_source = EphemeralSource(name)  # type: ignore[attr-defined]
+            new._dynamo_source = EphemeralSource(name)
         self._made[origin], self._origins[new] = new, origin
         return new
 

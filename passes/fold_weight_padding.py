@@ -23,7 +23,8 @@ from compile_ext.ops.contract import Gemm
 from compile_ext.passes.alignment import Widths, argument_widths, growth
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.cut_output import cut_output
-from compile_ext.passes.derivation import Padding
+from compile_ext.passes.derivation import Derivation, Padding
+from compile_ext.passes.derived_inputs import Sources
 from compile_ext.passes.fit_memory import fit_memory
 from compile_ext.passes.pad_activation import pad_activation
 from compile_ext.passes.parameter_math import ParameterMath
@@ -69,7 +70,8 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: Math) -> N
     if reason:
         ctx.skipped(node, reason)
         return
-    changes, unread = {}, []
+    changes: dict[str, Node] = {}
+    unread: list[Node] = []
     if gemm.a in padded:
         extra, value = next(iter(widths[gemm.a].values()))
         changes[gemm.a], unread = pad_activation(call.arguments[gemm.a], extra, value, ctx)
@@ -95,7 +97,9 @@ class _Padded:
         self._source = source or value
         self._padding = _padding(self._source, widths, self._is_transposed)
         self.reason = ctx.why_not_derivable(self._source)
-        self.constant = None if self.reason else ((self._source,), self._padding)
+        self.constant: tuple[Sources, Derivation] | None = None
+        if self.reason is None:
+            self.constant = (self._source,), self._padding
         if self.reason and not ctx.is_activation(self._source):
             self._derive_from_views(math())
 

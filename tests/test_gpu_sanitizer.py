@@ -1,0 +1,27 @@
+"""No kernel reads out of bounds, whatever happened to a parameter between calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_no_access_out_of_bounds() -> None:
+    if not Path(_FOUND).exists():
+        pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
+    command = [_FOUND, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
+    script = str(Path(__file__).with_name("sanitize.py"))
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "clean" in done.stdout
+    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
