@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import block_scaled_mm_aten, checks
-from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import (
@@ -105,12 +105,12 @@ OP = define_op(
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),
-        # Whole blocks: cuBLASLt refuses a partial one of N, and computes wrong numbers for a partial
-        # one of K. The scales have an element for a partial block already.
+        # 16 bytes: the smallest row that TMA and cuBLASLt address. Partial 128-blocks are the op's
+        # own affair.
         align={
-            "n": Align(BLOCK, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
+            "n": Align(16, pad={"b": 0, "scale_b": Pad(1.0, axis=0, block=BLOCK), "bias": 0}),
             "k": Align(
-                BLOCK,
+                16,
                 pad={
                     "a": 0,
                     "b": 0,
@@ -119,6 +119,8 @@ OP = define_op(
                 },
             ),
         },
+        # Whole rows of the scale are read by TMA.
+        memory={"scale_b": Memory(stride=block_scaled_mm_aten.SCALE_STRIDE)},
         unread={"scale_a": lambda a, **_: a.dtype == torch.bfloat16},
         prewait_reads=("b", "scale_b", "bias"),
     ),

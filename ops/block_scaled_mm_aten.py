@@ -1,8 +1,11 @@
-"""``block_scaled_mm`` through ``torch._scaled_mm`` (cuBLASLt's 1x128 by 128x128 scaling) on Hopper.
+"""``block_scaled_mm`` through ``torch.nn.functional.scaled_mm`` (cuBLASLt's 1x128 by 128x128
+scaling) on Hopper.
 
-What cuBLASLt takes was found by running it (H200, torch 2.11, CUDA 13.0): M in multiples of 4, and
-scale_a with strides (1, M). With a partial last block of K (K = 576) it returns wrong numbers,
-13 to 22 % off, without an error: such shapes are left to the reference.
+What cuBLASLt takes was found by running it (H200, torch 2.11, CUDA 13.0): N and K in multiples of
+16 with any partial block, M in multiples of 4, scale_a with strides (1, M), and rows of scale_b in
+multiples of 4 elements. ``torch._scaled_mm`` does not know of the last one: for a number of K
+blocks that is no multiple of 4 it returns wrong numbers without an error (a thousand times too
+large for K = 640).
 """
 
 from __future__ import annotations
@@ -10,12 +13,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from compile_ext.ops.checks import is_zero
-from compile_ext.ops.quantize import BLOCK, quantize_fp8_groups
+from compile_ext.ops.quantize import quantize_fp8_groups
 
 CAPABILITY = (9, 0)
+ALIGNMENT = 16  # of N, K and row strides, in elements
+SCALE_STRIDE = 4  # of a row of scale_b, in elements
 _M_MULTIPLE = 4  # M must be a multiple of it
+_OUT = (torch.bfloat16, torch.float32)
 
 
 def why_not(
@@ -31,12 +38,12 @@ def why_not(
     if (found := torch.cuda.get_device_capability(a.device)) != CAPABILITY:
         return f"needs compute capability 9.0, the device has {found[0]}.{found[1]}"
     n, k = b.shape
-    if n % BLOCK or k % BLOCK:
-        return f"needs N and K in multiples of {BLOCK}, found N={n}, K={k}"
-    if a.stride(0) % 16 or b.stride(0) % 16:
-        return "needs row strides in multiples of 16 elements"
-    if out_dtype != torch.bfloat16:
-        return f"gives bfloat16 only, wanted {out_dtype}"
+    if n % ALIGNMENT or k % ALIGNMENT:
+        return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
+    if a.stride(0) % ALIGNMENT or b.stride(0) % ALIGNMENT:
+        return f"needs row strides in multiples of {ALIGNMENT} elements"
+    if out_dtype not in _OUT:
+        return f"gives bfloat16 or float32, wanted {out_dtype}"
     if bias is not None:
         return "takes no bias"
     if is_zero(a.shape[0]):
@@ -61,7 +68,25 @@ def run(
     # The rows added to a are cut off again: what their scales hold does not matter.
     columns = a.new_empty(scale_a.shape[1], m + extra, dtype=torch.float32).t()
     columns[:m].copy_(scale_a)
-    out = torch._scaled_mm(
-        a, b.t(), scale_a=columns, scale_b=scale_b.contiguous().t(), out_dtype=out_dtype
+    out = F.scaled_mm(
+        a,
+        b.t(),
+        columns,
+        ScalingType.BlockWise1x128,
+        _whole_rows(scale_b).t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=out_dtype,
     )
     return out[:m].contiguous() if extra else out
+
+
+def _whole_rows(scale: Tensor) -> Tensor:
+    """``scale [n, k]`` with rows of a multiple of SCALE_STRIDE elements; what is behind k is not
+    used."""
+    n, k = scale.shape
+    width = -(-k // SCALE_STRIDE) * SCALE_STRIDE
+    if scale.stride() == (width, 1):
+        left = scale.untyped_storage().nbytes() // scale.element_size() - scale.storage_offset()
+        if left >= n * width:
+            return scale.as_strided((n, width), (width, 1))
+    return F.pad(scale, (0, width - k)).contiguous()

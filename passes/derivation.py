@@ -61,7 +61,8 @@ class Padding:
 @dataclass(frozen=True)
 class Restride:
     """A copy in the same memory order: the innermost dimension contiguous, all other strides
-    multiples of ``multiple`` elements."""
+    multiples of ``multiple`` elements. The memory in between is zero, behind the last row as well:
+    a kernel may read whole rows."""
 
     multiple: int
 
@@ -70,7 +71,8 @@ class Restride:
         for d in sorted(range(x.dim()), key=lambda d: (x.stride(d), -d)):
             strides[d] = step
             step = -(-step * x.shape[d] // self.multiple) * self.multiple
-        return x.new_empty_strided(x.shape, strides).copy_(x.detach())
+        memory = torch.zeros(step, dtype=x.dtype, device=x.device)
+        return memory.as_strided(x.shape, strides).copy_(x.detach())
 
     def __str__(self) -> str:
         return f"copy with strides in multiples of {self.multiple}"

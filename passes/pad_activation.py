@@ -27,6 +27,7 @@ from compile_ext.passes.values import is_static, tensor
 aten = torch.ops.aten
 # What padded elements must hold for the reduction not to see them.
 _NEUTRAL = {aten.amax.default: float("-inf"), aten.sum.dim_IntList: 0.0, aten.mean.dim: 0.0}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _ELEMENTWISE = {aten._to_copy.default, aten.detach.default, aten.alias.default}
 
 
@@ -65,6 +66,7 @@ class _Region:
         self.wide: set[Node] = set()
         self.rows: set[Node] = set()
         self.reductions: dict[Node, Any] = {}  # row node -> its ATen op
+        self.flattened: set[Node] = set()  # wide nodes that only change the other dimensions
         self._visit(a)
 
     def _visit(self, node: Node) -> None:
@@ -80,6 +82,8 @@ class _Region:
         sizes = {self._last_size(x) for x in inputs}
         if size == 1 and self._k in sizes and self._is_reduction(node, ops):
             self.reductions[node] = ops[0]
+        elif size == self._k and self._flattens(node, ops):
+            self.flattened.add(node)
         elif not all(_is_pointwise(op) for op in ops) or not sizes <= {1, size}:
             return
         (self.rows if size == 1 else self.wide).add(node)
@@ -100,6 +104,12 @@ class _Region:
         """All that it reads and computes."""
         inside = self.wide | self.rows
         return inside | {x for node in inside for x in node.all_input_nodes}
+
+    def _flattens(self, node: Node, ops: list[Any]) -> bool:
+        """``[..., k] -> [rows, k]``."""
+        out, x = tensor(node), node.all_input_nodes[0]
+        is_view = bool(ops) and all(op in _VIEWS for op in ops)
+        return is_view and out is not None and out.dim() == 2 and self._last_size(x) == self._k
 
     def _last_size(self, node: Node) -> int | None:
         found = tensor(node)
@@ -129,7 +139,7 @@ class _Region:
             if node in self.reductions:
                 new[node] = self._reduce(node, new[node.all_input_nodes[0]], extra)
             else:
-                new[node] = self._copy(node, new)
+                new[node] = self._copy(node, new, extra)
         for node in self.rows & changed:
             node.replace_all_uses_with(new[node], delete_user_cb=lambda user: user not in changed)
         return self._masked(new[self._a], extra, value)
@@ -140,7 +150,10 @@ class _Region:
             return self._ctx.derive((x,), Padding((0, extra), 0.0))
         return self._ctx.insert(_behind(x), F.pad, x, [0, extra], value=0.0, like=x)
 
-    def _copy(self, node: Node, new: dict[Node, Node]) -> Node:
+    def _copy(self, node: Node, new: dict[Node, Node], extra: int) -> Node:
+        if node in self.flattened:
+            x = new[node.all_input_nodes[0]]
+            return self._ctx.insert(node.next, "reshape", x, -1, self._k + extra, like=node)
         with node.graph.inserting_after(node):
             copy = node.graph.node_copy(node, lambda x: new.get(x, x))
         copy.meta = dict(node.meta)
@@ -151,7 +164,7 @@ class _Region:
         op = self.reductions[node]
         masked = self._masked(x, extra, _NEUTRAL[op])
         if op is not aten.mean.dim:
-            return self._copy(node, {node.args[0]: masked})  # type: ignore[dict-item]
+            return self._copy(node, {node.args[0]: masked}, extra)  # type: ignore[dict-item]
         total = self._ctx.insert(node.next, torch.sum, masked, -1, True, like=node)
         return self._ctx.insert(total.next, torch.div, total, self._k, like=node)
 

@@ -1,9 +1,9 @@
 """A readable decoder with random weights: grouped-query attention, block-FP8 linears, a mixture of
 experts.
 
-Written as serving code is, so that every pass finds work: the experts hand their op a placeholder
-scale, the router is a bfloat16 linear with a cast behind it, and the vocabulary of the LM head is
-no multiple of 16.
+Written as serving code is, so that every pass finds work: the norms compute with their weights on
+each call, the experts hand their op a placeholder scale, the router is a bfloat16 linear with a
+cast behind it, and the vocabulary of the LM head is no multiple of 16.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def _quantized(weight: Tensor) -> list[nn.Parameter]:
 
 
 class RMSNorm(nn.Module):
+    """With the weight stored as its distance from one, as in Gemma."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=1e-6).to(x.dtype) * self.weight
+        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=1e-6)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from torch.library import Library
 
 import compile_ext
 from compile_ext.ops import Align, Gemm, OpContract, Pad, contract_of, register_contract, registry
+from compile_ext.ops.contract import Memory
 from compile_ext.ops.define import Kernel, define_op, definition_of, never
 from compile_ext.ops.errors import CompileExtError, ContractError
 
@@ -116,6 +117,33 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
         align("n", w="0"), "align['n'] pads 'w' with '0'", "a finite number", "0 for data"),
     "align_block_0": (
         align("n", w=0, scale=Pad(1.0, block=0)), "'scale' with block 0", "at least 1", "elements"),
+    "memory_list": (
+        OpContract(gemm=GEMM, memory=["w"]),  # type: ignore[arg-type]
+        "memory = ['w']", "a dict", "write memory={...}"),
+    "memory_number": (
+        OpContract(gemm=GEMM, memory={"w": 16}),  # type: ignore[dict-item]
+        "memory['w'] = 16", "a Memory", "write memory={'w': Memory(address=16)}"),
+    "memory_name": (
+        OpContract(gemm=GEMM, memory={"weight": Memory(16)}),
+        "argument 'weight' in memory, which the schema lacks", f"one of {ARGUMENTS}", "name an"),
+    "memory_integer": (
+        OpContract(gemm=GEMM, memory={"flags": Memory(16)}),
+        "argument 'flags' in memory, which is int", "a Tensor argument", "leave it out"),
+    "memory_activation": (
+        OpContract(gemm=GEMM, memory={"x": Memory(16)}),
+        "memory['x'], the activation", "weights, scales and biases", "leave it out"),
+    "memory_without_gemm": (
+        OpContract(memory={"w": Memory(16)}),
+        "memory['w'] without gemm", "gemm=Gemm(", "say which arguments"),
+    "memory_address_0": (
+        OpContract(gemm=GEMM, memory={"w": Memory(address=0)}),
+        "memory['w'] with address 0", "at least 1", "bytes for address"),
+    "memory_stride_float": (
+        OpContract(gemm=GEMM, memory={"w": Memory(stride=8.0)}),  # type: ignore[arg-type]
+        "memory['w'] with stride 8.0", "an integer", "elements for stride"),
+    "memory_stride_bool": (
+        OpContract(gemm=GEMM, memory={"w": Memory(stride=True)}),
+        "memory['w'] with stride True", "an integer", "elements for stride"),
 }  # fmt: skip
 
 
@@ -180,6 +208,7 @@ def test_accepts_a_contract_with_every_field(ops):
             "n": Align(16, pad={"w": 0, "scale": Pad(1.0, axis=0, block=128), "bias": 0}),
             "k": Align(1, pad={"x": 0, "w": 0.0}),
         },
+        memory={"w": Memory(address=16, stride=8), "bias": Memory(address=16)},
         unread={"scale": lambda flags, **_: flags == 0},
         overwritten=("out",),
         prewait_reads=("w", "scale", "bias"),
@@ -197,7 +226,7 @@ def test_every_field_may_be_left_out_and_a_second_contract_replaces(ops):
     register_contract(ops.gemm.default, empty)
     assert contract_of(ops.gemm.default) is empty
     assert (empty.gemm, empty.m1_variant, empty.compile_units) == (None, None, None)
-    assert (dict(empty.align), dict(empty.unread)) == ({}, {})
+    assert (dict(empty.align), dict(empty.memory), dict(empty.unread)) == ({}, {}, {})
     assert (empty.overwritten, empty.prewait_reads) == ((), ())
     second = OpContract(gemm=GEMM)
     register_contract(ops.gemm.default, second)
@@ -205,7 +234,9 @@ def test_every_field_may_be_left_out_and_a_second_contract_replaces(ops):
 
 
 @pytest.mark.parametrize(
-    "value", [OpContract(gemm=GEMM), GEMM, Align(16), Pad(0)], ids=lambda v: type(v).__name__
+    "value",
+    [OpContract(gemm=GEMM), GEMM, Align(16), Pad(0), Memory()],
+    ids=lambda v: type(v).__name__,
 )
 def test_contracts_are_immutable(value):
     for field in dataclasses.fields(value):
@@ -252,8 +283,8 @@ def test_alignment_of_our_ops():
     rows, columns = Pad(1.0, axis=0, block=128), Pad(1.0, axis=1, block=128)
     blocks = own_contract("block_scaled_mm")
     assert {dim: (x.multiple, x.pads()) for dim, x in blocks.align.items()} == {
-        "n": (16, {"b": Pad(0), "scale_b": rows, "bias": Pad(0)}),
-        "k": (16, {"a": Pad(0), "b": Pad(0), "scale_a": columns, "scale_b": columns}),
+        "n": (128, {"b": Pad(0), "scale_b": rows, "bias": Pad(0)}),
+        "k": (128, {"a": Pad(0), "b": Pad(0), "scale_a": columns, "scale_b": columns}),
     }
     assert own_contract("router_gemm").align == {}
 

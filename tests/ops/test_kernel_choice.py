@@ -53,10 +53,9 @@ def test_scaled_mm_reasons(hopper: FakeTensorMode) -> None:
 
 def test_block_scaled_mm_reasons(hopper: FakeTensorMode) -> None:
     assert block_scaled(hopper, 5, 256, 512) is None
-    # cuBLASLt computes wrong numbers where K has a partial block: it must never be chosen there.
-    assert (
-        block_scaled(hopper, 5, 256, 576) == "needs N and K in multiples of 128, found N=256, K=576"
-    )
+    assert block_scaled(hopper, 5, 192, 576) is None  # partial blocks
+    wanted = "needs N and K in multiples of 16, found N=250, K=576"
+    assert block_scaled(hopper, 5, 250, 576) == wanted
     assert block_scaled(hopper, 0, 256, 512) == "M is 0"
 
 

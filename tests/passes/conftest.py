@@ -14,6 +14,7 @@ from torch.library import Library, register_fake
 
 import compile_ext
 from compile_ext import backend as backend_module
+from compile_ext.ops.contract import Memory
 from compile_ext.passes import Decision, print_graph
 
 _LIBRARY = Library("compile_ext_tests", "DEF")
@@ -52,10 +53,27 @@ def _copy_out(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
 
+def _gemm_fp8(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # Sums of products of FP8 numbers are exact in float64: their order makes no difference.
+    return (x.double() @ w.double().t() * scale).float()
+
+
+def _gemm_fp8_fake(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0], dtype=torch.float32)
+
+
 _GEMM_ARGS = "(Tensor x, Tensor w, Tensor? scale, Tensor? bias, bool quantized) -> Tensor"
 GEMM_M1 = _define(f"gemm_m1{_GEMM_ARGS}", _gemm, _gemm_fake)
 GEMM = _define(f"gemm{_GEMM_ARGS}", _gemm, _gemm_fake)
 GEMM_NN = _define("gemm_nn(Tensor x, Tensor w, Tensor s) -> Tensor", _gemm_nn, _gemm_nn_fake)
+GEMM_FP8 = _define(
+    "gemm_fp8(Tensor x, Tensor w, Tensor scale) -> Tensor", _gemm_fp8, _gemm_fp8_fake
+)
+GEMM_MEMORY = _define(
+    "gemm_memory(Tensor x, Tensor w, Tensor? bias) -> Tensor",
+    F.linear,
+    lambda x, w, bias: x.new_empty(x.shape[0], w.shape[0]),
+)
 COPY_OUT = _define(
     "copy_out(Tensor x, Tensor(a!) out) -> ()",
     _copy_out,
@@ -85,6 +103,21 @@ compile_ext.register_contract(
         gemm=compile_ext.Gemm(a="x", b="w", layout="nn"),
         align={"n": compile_ext.Align(8, pad={"w": 0})},
         unread={"s": lambda **_: True},
+    ),
+)
+compile_ext.register_contract(
+    GEMM_FP8,
+    compile_ext.OpContract(
+        gemm=compile_ext.Gemm(a="x", b="w", scale_a="scale"),
+        align={"k": compile_ext.Align(4, pad={"x": 0, "w": 0})},
+    ),
+)
+compile_ext.register_contract(
+    GEMM_MEMORY,
+    compile_ext.OpContract(
+        gemm=compile_ext.Gemm(a="x", b="w", bias="bias"),
+        align={"n": compile_ext.Align(4, pad={"w": 0, "bias": 0})},
+        memory={"w": Memory(address=16, stride=8), "bias": Memory(address=16)},
     ),
 )
 compile_ext.register_contract(COPY_OUT, compile_ext.OpContract(overwritten=("out",)))
@@ -170,4 +203,4 @@ def _assert_same(got: Any, want: Any, tolerance: float) -> None:
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     assert got.stride() == want.stride()
-    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance, equal_nan=True)

@@ -116,7 +116,7 @@ def test_an_m_known_only_at_run_time(rewrite: Any) -> None:
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         got = rewrite(Expert(), torch.randn(5, 136).bfloat16(), tolerance=ROUNDING, fullgraph=True)
-    assert got.of(PASS) == [(True, "N 50 -> 64, K 136 -> 144: a, b padded")]
+    assert got.of(PASS) == [(True, "N 50 -> 128, K 136 -> 256: a, b padded")]
 
 
 def test_hand_pad_then_alignment_is_one_constant(rewrite: Any) -> None:
@@ -189,51 +189,6 @@ def test_two_dimensional_scale_is_padded_with_ones(rewrite: Any) -> None:
     got = rewrite(Scaled(), *quantize_fp8_per_token(torch.randn(3, 16)))
     assert got.of(PASS) == [(True, "N 5 -> 16: b, scale_b padded")]
     assert "float32[16, 1] = pad([0, 0, 0, 11], 1)" in got.graph
-
-
-class Reader(nn.Module):
-    """A GEMM with N = 6 whose output goes into ``read``."""
-
-    def __init__(self, read: Any) -> None:
-        super().__init__()
-        self.read = read
-        self.w = nn.Parameter(torch.randn(6, 8))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.read(ops.gemm(x, self.w, None, None, False))
-
-
-READERS = {
-    "output": lambda y: y,
-    "view": lambda y: y.view(-1),
-    "as_strided": lambda y: y.as_strided((3, 2), (2, 1)),
-    "opaque op": lambda y: ops.gemm(y, y, None, None, False),
-    "pointwise": lambda y: y * 2,
-    "two outputs": lambda y: (y, y.t()),
-}
-
-
-@pytest.mark.parametrize("m", [1, 5])
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_readers_see_eagers_strides(rewrite: Any, read: Any, m: int, inner: str) -> None:
-    got = rewrite(
-        Reader(read),
-        torch.randn(m, 8),
-        tolerance=10 * ROUNDING,  # "opaque op" squares values of up to 10
-        options={"compile_ext.inner": inner},
-    )
-    assert got.of(PASS)[0] == (True, "N 6 -> 8: w padded")
-
-
-def test_reader_after_a_graph_break(rewrite: Any) -> None:
-    def read(y: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return y.view(-1)
-
-    got = rewrite(Reader(read), torch.randn(5, 8), tolerance=ROUNDING)
-    assert len(got.modules) == 2
-    assert got.of(PASS)[0][0]
 
 
 def test_inside_a_checkpoint(rewrite: Any) -> None:
