@@ -11,7 +11,7 @@ output (a residual add; for the LM head the largest logit). Columns:
                   output is copied on each call, as ATen ops (vLLM 0.33's CutlassFP8ScaledMM)
     vLLM, fused   the same, all of it in one Inductor graph
     nothing left  weights, scale and bias are stored padded, the input has K' columns already, and
-                  the reader reads the first N columns of the GEMM's output: what no padding can beat
+                  the reader reads the first N columns of what the GEMM gives: not to be beaten
     compile_ext   torch.compile(backend="compile_ext") on the unaligned model
 
 The producer and the reader are the same Inductor kernels in the first two columns. On a CUDA device

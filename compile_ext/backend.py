@@ -19,7 +19,7 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 
-from compile_ext import records
+from compile_ext import homes, records
 from compile_ext.bindings import Table
 from compile_ext.check import checked
 from compile_ext.derived import constants
@@ -52,7 +52,8 @@ def compile_ext_backend(
     """
     parsed = Options.parse(mode, options)
     start = time.perf_counter()
-    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, parsed.rehome)
+    can_move = homes.can_move if parsed.rehome else homes.has_moved
+    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, can_move)
     run_passes(ctx, parsed.disable)
 
     tables = tuple(_table(d, inputs, parsed.rehome) for d in ctx.derived.inputs())

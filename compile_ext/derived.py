@@ -30,6 +30,9 @@ from compile_ext.passes.derivation import Derivation, Padding
 
 _LOCK = threading.RLock()  # one refresh at a time: two tables may want to move one parameter
 _STALE = -1
+# How many stamps have gone stale by themselves: whoever has checked at this number need not look
+# for that.
+expired = [0]
 
 
 class Stamp:
@@ -40,7 +43,7 @@ class Stamp:
     stamp goes stale as soon as the storage it saw is freed.
     """
 
-    __slots__ = ("__weakref__", "pointer", "storage", "strides", "version")
+    __slots__ = (*("__weakref__", "is_contiguous", "pointer", "storage", "strides", "version"),)
 
     def __init__(self, source: Tensor, is_home: bool) -> None:
         # None: writes need not be seen, the buffer is the parameter's own memory, and its address
@@ -48,14 +51,19 @@ class Stamp:
         self.version = None if is_home else source._version
         self.pointer = source.data_ptr()
         self.strides = source.stride()
+        self.is_contiguous = source.is_contiguous()
         me = weakref.ref(self)
 
         def forget(_: object) -> None:
             stamp = me()
             if stamp is not None:
-                stamp.pointer = _STALE
+                stamp.expire()
 
         self.storage = None if is_home else weakref.ref(source.untyped_storage(), forget)
+
+    def expire(self) -> None:
+        self.pointer = _STALE
+        expired[0] += 1
 
     def fits(self, source: Tensor) -> bool:
         return (
@@ -126,7 +134,7 @@ class Constants:
         for constant in found:
             for stamp in constant.stamps:
                 if stamp.version is not None:
-                    stamp.pointer = _STALE
+                    stamp.expire()
         return found
 
     # Outside inference mode: a tensor made inside could not be refreshed outside it.
@@ -232,15 +240,17 @@ def constants(derivation: Derivation, sources: Sequence[Tensor], rehome: bool = 
 
 def refresh(sources: Iterable[Tensor]) -> int:
     """Compute the constants of these parameters anew; how many there were."""
-    count = 0
-    for source in sources:
-        for table in list(_SHARED.values()):
-            for constant in table.invalidate(source):
-                alive = [x for r in constant.sources if (x := r()) is not None]
-                if len(alive) == len(constant.sources):
-                    table.of(alive)
-                    count += 1
-    return count
+    found = {
+        id(constant): (table, constant)
+        for source in sources
+        for table in list(_SHARED.values())
+        for constant in table.invalidate(source)
+    }
+    for table, constant in found.values():
+        alive = [x for r in constant.sources if (x := r()) is not None]
+        if len(alive) == len(constant.sources):
+            table.of(alive)
+    return len(found)
 
 
 @functools.cache

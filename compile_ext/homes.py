@@ -1,33 +1,51 @@
 """Re-homing: a parameter moves into its padded buffer and becomes the first part of it.
 
 Its size and strides stay (where only rows are added), so that guards hold; there is no second copy,
-and every write to the parameter is a write to the buffer. What its memory was before is freed, so
-only a parameter that alone owns its memory moves. Raw addresses of it (CUDA graphs captured by
-hand, IPC handles) end with the move: ``compile_ext.rehome=False``.
+and every write to the parameter is a write to the buffer. Its storage is one of its own, over the
+visible part of the memory: what saves or copies storages (torch.save, safetensors, deepcopy) never
+sees the pad, and nothing can resize it. What its memory was before is freed, so only a parameter
+that alone owns its memory moves. Raw addresses of it (CUDA graphs captured by hand, IPC handles)
+end with the move: ``compile_ext.rehome=False``.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compile_ext.passes.derivation import Padding
 
-# parameter -> (its padded buffer, the pad value); an entry dies with the parameter
+# parameter -> (its padded buffer, how it is padded); an entry dies with the parameter
 _HOMES = WeakIdKeyDictionary()
+
+
+def can_move(p: Tensor) -> bool:
+    """Whether p lives in a padded buffer, or may move into one."""
+    return has_moved(p) or why_not(p) is None
+
+
+def has_moved(p: Tensor) -> bool:
+    """Whether p is the first part of a padded buffer."""
+    home = _HOMES.get(p)
+    return home is not None and _lives_in(p, home[0])
 
 
 def why_not(p: Tensor) -> str | None:
     """Why this parameter cannot move into a buffer, or None."""
+    if has_moved(p):
+        return "it lives in the buffer of another padding"
     if p.is_inference() or p._is_view():
         return "it is an inference tensor" if p.is_inference() else "it is a view"
+    users = _users(p)  # before the next line makes one more
     storage = p.untyped_storage()
     if p.storage_offset() or storage.nbytes() != p.numel() * p.element_size():
         return "it is a part of a larger tensor"
-    # The parameter and the storage object just made; views, and exports through DLPack, add to it.
-    handles: int = p._use_count()  # type: ignore[attr-defined]
-    if torch._C._storage_Use_Count(storage._cdata) != 2 or handles != 1:
+    if users != _users_of_one():
         return "something else uses its memory"
     if not storage.resizable():
         return "its memory belongs to another library or to a file"
@@ -36,16 +54,35 @@ def why_not(p: Tensor) -> str | None:
     return None
 
 
+def _users(p: Tensor) -> tuple[int, int, int]:
+    """Tensors on its storage, handles of itself (DLPack takes one), holders of the storage object
+    (it is one object for all)."""
+    storage = p.untyped_storage()
+    handles: int = p._use_count()  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata), handles, sys.getrefcount(storage)
+
+
+@functools.cache
+def _users_of_one() -> tuple[int, int, int]:
+    """What a tensor has that nobody else uses: it differs between versions of torch."""
+    return _users(torch.empty(1))
+
+
 def find(p: Tensor, how: Padding) -> Tensor | None:
     """The buffer that holds ``how(p)``, if p is the first part of one."""
-    buffer, value = _HOMES.get(p, (None, 0.0))
-    if buffer is None or value != how.value or not _lives_in(p, buffer):
+    home = _HOMES.get(p)
+    if home is None:
+        return None
+    buffer, made = home
+    if made.fill != how.fill or not _lives_in(p, buffer):
         return None
     widths = how.widths(p.dim())
     wanted = [size + after for size, (_, after) in zip(p.shape, widths, strict=True)]
     if any(before for before, _ in widths) or wanted[1:] != list(buffer.shape[1:]):
         return None
-    return buffer.narrow(0, 0, wanted[0]) if wanted[0] <= buffer.shape[0] else None
+    if wanted[0] == buffer.shape[0]:
+        return buffer  # type: ignore[no-any-return]
+    return buffer.narrow(0, 0, wanted[0]) if wanted[0] < buffer.shape[0] else None
 
 
 def _lives_in(p: Tensor, buffer: Tensor) -> bool:
@@ -56,16 +93,24 @@ def _lives_in(p: Tensor, buffer: Tensor) -> bool:
 def move(p: Tensor, how: Padding) -> Tensor:
     """Make p the first part of ``how(p)``; ``why_not(p)`` must be None. The padded buffer keeps its
     address where p has had one of that form and nobody else uses it any more."""
-    old, value = _HOMES.pop(p, (None, 0.0))
+    home = _HOMES.pop(p, None)
     buffer = how(p)
-    if old is not None and value == how.value and _is_free(old, buffer):
-        buffer = old.copy_(buffer)
-    part = buffer
-    for dim, size in enumerate(p.shape):
-        part = part.narrow(dim, 0, size)
-    p.data = part
-    _HOMES[p] = buffer, how.value
+    if home is not None and home[1].fill == how.fill and _is_free(home[0], buffer):
+        buffer = home[0].copy_(buffer)
+    p.data = _first_part(buffer, p.shape)
+    _HOMES[p] = buffer, how
     return buffer
+
+
+def _first_part(buffer: Tensor, shape: torch.Size) -> Tensor:
+    part = buffer
+    for dim, size in enumerate(shape):
+        part = part.narrow(dim, 0, size)
+    if part.is_meta:
+        return part
+    # Through DLPack: a storage of its own, that keeps the buffer alive. As bytes, since not every
+    # version knows float8 there.
+    return from_dlpack(part.view(torch.uint8)).view(part.dtype)
 
 
 def _is_free(old: Tensor, new: Tensor) -> bool:
@@ -76,8 +121,8 @@ def _is_free(old: Tensor, new: Tensor) -> bool:
 
 def leave(p: Tensor) -> bool:
     """Give p memory of its own again; whether it had moved."""
-    buffer, _ = _HOMES.pop(p, (None, 0.0))
-    if buffer is None or not _lives_in(p, buffer):
+    if not has_moved(p):
         return False
     p.data = p.detach().clone(memory_format=torch.contiguous_format)
+    _HOMES.pop(p)
     return True

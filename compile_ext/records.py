@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_ext.bindings import Binding, Table
+from compile_ext.bindings import Binding, Table, form
 from compile_ext.passes import GraphReport
 
 
@@ -68,7 +68,8 @@ class GraphRecord:
         found: list[tuple[dict[int, Tensor], Binding]] = []
         for binding in list(self.bindings.values()):
             tensors = [x for r in binding.weights if (x := r()) is not None]
-            if len(tensors) == len(binding.weights):
+            # A graph that was compiled for other strides serves them no more.
+            if [form(x) for x in tensors] == binding.forms:
                 found.append((dict(zip(self.weights, tensors, strict=True)), binding))
         return found
 
@@ -89,6 +90,7 @@ def keep(record: GraphRecord, owner: Any) -> None:
 
 
 _KEPT: weakref.WeakKeyDictionary[Any, GraphRecord] = weakref.WeakKeyDictionary()
+_HIDDEN: weakref.WeakSet[GraphRecord] = weakref.WeakSet()
 _LIVE: weakref.WeakSet[GraphRecord] = weakref.WeakSet()
 
 
@@ -96,9 +98,15 @@ def add(record: GraphRecord) -> None:
     _LIVE.add(record)
 
 
-def discard(record: GraphRecord) -> None:
+def hide(record: GraphRecord) -> None:
     """Do not show this graph: it was compiled only to look."""
     _LIVE.discard(record)
+    _HIDDEN.add(record)
+
+
+def hidden() -> list[GraphRecord]:
+    """The graphs that were compiled only to look, as long as Dynamo holds them."""
+    return list(_HIDDEN)
 
 
 def live() -> list[GraphRecord]:

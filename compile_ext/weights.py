@@ -50,22 +50,26 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     """
     target = original(model)
     before = set(records.live())
-    look: Any = torch.compile(
-        target,
-        backend=functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"}),
-    )
+    look: Any = torch.compile(target, backend=_look)
     with torch.no_grad():
         look(*args, **kwargs)
+    for record in set(records.live()) - before:
+        records.hide(record)
     names = names_of(target)
     found: dict[str, str] = {}
-    for record in set(records.live()) - before:
-        records.discard(record)
-        for _, binding in record.served():
+    for record in records.hidden():
+        for tensors, binding in record.served():
+            if not any(id(x) in names for x in tensors.values()):
+                continue
             for (_, table), (_, constant) in zip(record.constants, binding.constants, strict=True):
                 for p in _only_source(constant):
                     name = names.get(id(p), "?")
                     found[name] = _move(p, table.derivation) or found.get(name, "re-homed")
     return found
+
+
+# One object for all: Dynamo counts the compilations of a function by each backend.
+_look = functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
 
 
 def _only_source(constant: Constant) -> Iterator[Tensor]:

@@ -54,8 +54,14 @@ def quantize_fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     k = x.shape[1]
     grouped = _pad_to_blocks(x.float(), (1,)).unflatten(1, (-1, BLOCK))
     scale = _scale(grouped.abs().amax(dim=-1))
-    q = _to_fp8(grouped / scale.unsqueeze(-1)).flatten(1)[:, :k].contiguous()
-    return q, _column_major(scale)
+    if k % BLOCK:
+        # By an index that Inductor does not see through: of a quotient by scale[m, i // 128] over a
+        # k that is no multiple of 128, its C++ leaves the last k % 128 columns out (torch 2.13).
+        groups = torch.arange(k, device=x.device) // BLOCK
+        q = _to_fp8(x.float() / scale[:, groups])
+    else:
+        q = _to_fp8(grouped / scale.unsqueeze(-1)).flatten(1)
+    return q.contiguous(), _column_major(scale)
 
 
 def quantize_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ who chose FP8 for its size did not ask for a bfloat16 copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,12 +26,12 @@ class Budget:
     Args:
         limit: bytes for all constants; None: DEFAULT_SHARE of ``weights`` for what is no padding.
         weights: bytes of the graph's parameters and buffers.
-        rehome: whether a parameter may move into its padded buffer, which costs its pad only.
+        can_move: whether a parameter may move into its padded buffer, which costs its pad only.
     """
 
     limit: int | None
     weights: int
-    rehome: bool
+    can_move: Callable[[Tensor], bool]
     used: int = 0
     _paid: set[object] = field(default_factory=set)
 
@@ -50,20 +50,21 @@ class Budget:
         return None
 
     def cost(self, how: Derivation, source: Tensor, result: Tensor) -> int:
-        """The bytes of a constant that count; ``source`` is the first of its sources."""
-        if self.limit is None and _is_padding(how):
+        """The bytes of a constant that count; ``source`` is the first of its sources, as it is in
+        this call."""
+        if self.limit is None and _is_layout(how):
             return 0
         nbytes = result.numel() * result.element_size()
-        if self.rehome and is_prefix_padding(how, source):
+        if is_prefix_padding(how, source) and self.can_move(source):
             nbytes -= source.numel() * source.element_size()
         return int(nbytes)
 
 
-def _is_padding(how: Derivation) -> bool:
-    """Whether it only pads a parameter, or a view of one."""
-    if isinstance(how, Chain) and isinstance(how.then, Padding):
-        return isinstance(how.first, Program) and how.first.is_view
-    return isinstance(how, Padding)
+def _is_layout(how: Derivation) -> bool:
+    """Whether it only pads a parameter, or a view of one, or gives it other strides."""
+    if isinstance(how, Chain) and isinstance(how.first, Program):
+        return how.first.is_view
+    return not isinstance(how, Program)
 
 
 def is_prefix_padding(how: Derivation, source: Tensor) -> bool:

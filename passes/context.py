@@ -34,14 +34,14 @@ class PassContext:
         root: the copied graph module.
         inputs: its real inputs, parameters among them, in placeholder order.
         memory_budget: bytes for derived constants, None for the default (see ``budget.py``).
-        rehome: whether parameters may move into padded buffers.
+        can_move: whether a parameter may move into its padded buffer.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
     root: GraphModule
     inputs: Sequence[Any]
     memory_budget: int | None = None
-    rehome: bool = True
+    can_move: Callable[[Tensor], bool] = lambda p: True
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.
@@ -54,7 +54,7 @@ class PassContext:
         self._scope_of: dict[Graph, Scope] = {s.graph: s for s in self.scopes}
         self._root_inputs = {n: i for i, n in enumerate(self.scopes[0].placeholders())}
         self.derived = DerivedInputs(self.scopes)
-        self.budget = Budget(self.memory_budget, self._weight_bytes(), self.rehome)
+        self.budget = Budget(self.memory_budget, self._weight_bytes(), self.can_move)
         self._written = written_storages(self.scopes)
         self._leaving = leaving_storages(self.scopes)
 
@@ -129,6 +129,22 @@ class PassContext:
     def _root(self, index: int) -> Node:
         return self.scopes[0].placeholders()[index]
 
+    def written_by_bodies(self, graph: Graph) -> set[int | None]:
+        """Storages of this graph that the bodies of its higher-order ops write."""
+        found: set[int | None] = set()
+        for scope in self.scopes:
+            for call in (c for c in scope.calls if c.node.graph is graph):
+                operands = call.operands()
+                if operands is None:
+                    operands = call.node.all_input_nodes
+                    if any(storage(p) in self._written for p in scope.placeholders()):
+                        found |= {storage(x) for x in operands}
+                    continue
+                for placeholder, operand in zip(scope.placeholders(), operands, strict=False):
+                    if storage(placeholder) in self._written:
+                        found.add(storage(operand))
+        return found
+
     def is_written(self, node: Node) -> bool:
         """Whether a node of this compilation writes the storage of ``node``, or of what it stands
         for.
@@ -143,12 +159,14 @@ class PassContext:
 
     def why_no_memory(self, *wanted: tuple[Sources, Derivation]) -> str | None:
         """Take the memory for these constants from the budget, or say why not."""
-        costs: dict[object, int] = {
-            (sources, how): self.budget.cost(
-                how, fakes(sources)[0], self.derived.compute(sources, how)
+        costs: dict[object, int] = {}
+        for sources, how in wanted:
+            roots = tuple(self.root_inputs(x) for x in sources)
+            cost = self.budget.cost(
+                how, self.inputs[roots[0][0]], self.derived.compute(sources, how)
             )
-            for sources, how in wanted
-        }
+            # Both branches of a cond share one constant; each caller of a body has its own.
+            costs[roots, how] = cost * max(map(len, roots))
         return self.budget.why_not(costs)
 
     def why_not_derivable(self, node: Any) -> str | None:

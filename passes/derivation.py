@@ -33,6 +33,10 @@ class Padding:
     pad: tuple[int, ...]
     value: float
     keep_order: bool = False
+    fill: str = field(init=False, repr=False)  # 0.0 and -0.0 are equal numbers, and two pads
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fill", repr(float(self.value)))
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -68,7 +72,8 @@ class Restride:
 
     def __call__(self, x: Tensor) -> Tensor:
         strides, step = [0] * x.dim(), 1
-        for d in sorted(range(x.dim()), key=lambda d: (x.stride(d), -d)):
+        expanded = 0 in x.stride()  # which says nothing of the order
+        for d in sorted(range(x.dim()), key=lambda d: (0 if expanded else x.stride(d), -d)):
             strides[d] = step
             step = -(-step * x.shape[d] // self.multiple) * self.multiple
         memory = torch.zeros(step, dtype=x.dtype, device=x.device)
@@ -104,18 +109,25 @@ class Program:
         return self.summary
 
 
+Step = Padding | Restride
+
+
 @dataclass(frozen=True)
 class Chain:
-    """``then`` of what ``first`` gives: a computed weight, padded to its kernel's alignment."""
+    """``steps`` in order, of what ``first`` gives: a computed weight, padded to its kernel's
+    alignment."""
 
-    first: Padding | Restride | Program
-    then: Padding | Restride
+    first: Step | Program
+    steps: tuple[Step, ...]
 
     def __call__(self, *sources: Tensor) -> Tensor:
-        return self.then(self.first(*sources))
+        result: Tensor = self.first(*sources)
+        for step in self.steps:
+            result = step(result)
+        return result
 
     def __str__(self) -> str:
-        return f"{self.first} then {self.then}"
+        return " then ".join(map(str, (self.first, *self.steps)))
 
 
 Derivation = Padding | Restride | Program | Chain
@@ -135,23 +147,24 @@ def derivation_of(nodes: list[Node], sources: list[Node], result: Node) -> Deriv
     return _program(graph, is_view)
 
 
-def after(first: Derivation, then: Padding | Restride) -> Derivation:
+def after(first: Derivation, then: Step) -> Derivation:
     """``then`` of what ``first`` gives; two pads with one value are one pad."""
     if isinstance(first, Chain):
-        then_both = after(first.then, then)
-        if isinstance(then_both, Padding):
-            return Chain(first.first, then_both)
-        raise AssertionError(f"{first} has its one step behind it already")
-    if (
-        isinstance(first, Padding)
-        and isinstance(then, Padding)
-        and first.value == then.value
-        and not any(first.pad[::2])
-    ):
-        rank = max(len(first.pad), len(then.pad))
-        pads = [(*p.pad, *[0] * (rank - len(p.pad))) for p in (first, then)]
-        return Padding(tuple(map(sum, zip(*pads, strict=True))), then.value, first.keep_order)
-    return Chain(first, then)
+        both = _merged(first.steps[-1], then)
+        steps = (*first.steps, then) if both is None else (*first.steps[:-1], both)
+        return Chain(first.first, steps)
+    merged = None if isinstance(first, Program) else _merged(first, then)
+    return Chain(first, (then,)) if merged is None else merged
+
+
+def _merged(first: Step, then: Step) -> Padding | None:
+    if not isinstance(first, Padding) or not isinstance(then, Padding):
+        return None
+    if first.fill != then.fill or any(first.pad[::2]):
+        return None
+    rank = max(len(first.pad), len(then.pad))
+    pads = [(*p.pad, *[0] * (rank - len(p.pad))) for p in (first, then)]
+    return Padding(tuple(map(sum, zip(*pads, strict=True))), then.value, first.keep_order)
 
 
 def _program(graph: Graph, is_view: bool) -> Program:

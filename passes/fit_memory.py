@@ -6,19 +6,17 @@ are long. Where a contract's ``memory`` forbids that, the op gets a derived cons
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch.fx import Node
 
 from compile_ext.ops.contract import Memory
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Restride
-from compile_ext.passes.parameter_math import ParameterMath
+from compile_ext.passes.parameter_math import LazyParameterMath
 from compile_ext.passes.readers import read_call
 from compile_ext.passes.values import is_static, tensor
 
 
-def fit_memory(node: Node, ctx: PassContext, math: Callable[[], ParameterMath]) -> None:
+def fit_memory(node: Node, ctx: PassContext, math: LazyParameterMath) -> None:
     call = read_call(node)
     assert call is not None  # the alignment kept the op
     for name, memory in call.contract.memory.items():
@@ -28,13 +26,15 @@ def fit_memory(node: Node, ctx: PassContext, math: Callable[[], ParameterMath]) 
         misfit = _misfit(value, memory, ctx)
         if misfit is None:
             continue
-        found = math().of_view(value)
-        if found is None:
+        computed = math.of_view(value)
+        if computed is None:
+            ctx.skipped(node, f"{name}: {misfit}, and it is computed in the graph")
             continue
-        how = found.derivation(Restride(memory.stride))
-        sources = tuple(found.sources)
-        reason = ctx.stand_back(node) or found.why_not_derivable(ctx)
-        reason = reason or ctx.why_no_memory((sources, how))
+        found, reason = computed
+        how, sources = found.derivation(Restride(memory.stride)), tuple(found.sources)
+        if len(sources) > 1 and any(x in ctx.derived for x in sources):
+            reason = reason or "it is computed from constants"
+        reason = ctx.stand_back(node) or reason or ctx.why_no_memory((sources, how))
         if reason:
             ctx.skipped(node, f"{name}: {misfit}, and {reason}")
             continue

@@ -38,22 +38,19 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
     for result, how in folded:
         new = ctx.derive(tuple(result.sources), how)
         for write in result.writes:
-            write.replace_all_uses_with(new)  # copy_ and its like return what they write
+            if write.users:  # copy_ and its like return what they write
+                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
             write.graph.erase_node(write)
         ctx.replace(result.node, new)
     _erase_dead({x for result, _ in folded for x in result.nodes})
 
 
 def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | None:
-    reason = result.why_not_derivable(ctx)
+    reason = result.why_not_derivable(ctx) or math.why_not(result)
     if reason:
         return reason
-    if math.is_written_outside(result):
-        return "the graph writes the result"
     if ctx.is_leaving(result.node):
         return "the graph hands the result out"
-    if not math.is_complete_when_read(result):
-        return "it is read before it is complete"
     if _devices(result.node) != _devices(*result.sources):
         return "it moves to another device"
     return None

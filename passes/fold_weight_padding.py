@@ -13,9 +13,6 @@ Bails: an activation weight, a symbolic N or K, an argument whose padded axis is
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -27,15 +24,13 @@ from compile_ext.passes.derivation import Derivation, Padding
 from compile_ext.passes.derived_inputs import Sources
 from compile_ext.passes.fit_memory import fit_memory
 from compile_ext.passes.pad_activation import pad_activation
-from compile_ext.passes.parameter_math import ParameterMath
+from compile_ext.passes.parameter_math import LazyParameterMath
 from compile_ext.passes.readers import OpCall, read_call, read_transpose
 from compile_ext.passes.values import tensor
 
-Math = Callable[[], ParameterMath]
-
 
 def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
-    math = functools.cache(lambda: ParameterMath(graph, ctx))  # few graphs need it
+    math = LazyParameterMath(graph, ctx)
     for node in list(graph.nodes):
         call = read_call(node)
         if call is None or call.contract.gemm is None:
@@ -46,7 +41,7 @@ def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
             fit_memory(node, ctx, math)
 
 
-def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: Math) -> None:
+def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: LazyParameterMath) -> None:
     node = call.node
     ctx.entry(node, call.arguments[gemm.b])
     found = growth(call, gemm)
@@ -89,7 +84,9 @@ class _Padded:
     """One argument grown by ``widths``: a derived constant where it can be one, else padded in the
     graph, for the ``reason``."""
 
-    def __init__(self, value: Node, widths: Widths, ctx: PassContext, math: Math) -> None:
+    def __init__(
+        self, value: Node, widths: Widths, ctx: PassContext, math: LazyParameterMath
+    ) -> None:
         self._ctx = ctx
         # A weight that is stored [n, k] and handed over as its transposed view stays that.
         source = read_transpose(value)
@@ -101,16 +98,15 @@ class _Padded:
         if self.reason is None:
             self.constant = (self._source,), self._padding
         if self.reason and not ctx.is_activation(self._source):
-            self._derive_from_views(math())
+            self._derive_from_views(math)
 
-    def _derive_from_views(self, math: ParameterMath) -> None:
-        found = math.of_view(self._source)
-        if found is None or any(x in self._ctx.derived for x in found.sources):
+    def _derive_from_views(self, math: LazyParameterMath) -> None:
+        computed = math.of_view(self._source)
+        if computed is None or any(x in self._ctx.derived for x in computed[0].sources):
             return
-        self.reason = found.why_not_derivable(self._ctx)
+        found, self.reason = computed
         if self.reason is None:
-            how = found.derivation(self._padding)
-            self.constant = (tuple(found.sources), how)
+            self.constant = tuple(found.sources), found.derivation(self._padding)
 
     def insert(self, before: Node) -> Node:
         if self.constant is not None:

@@ -22,7 +22,7 @@ from torch.fx import Node
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Padding
 from compile_ext.passes.purity import aten_ops
-from compile_ext.passes.values import is_static, tensor
+from compile_ext.passes.values import is_static, same_size, tensor
 
 aten = torch.ops.aten
 # What padded elements must hold for the reduction not to see them.
@@ -94,7 +94,10 @@ class _Region:
         x, out = tensor(node.args[0]) if node.args else None, tensor(node)
         if len(ops) != 1 or ops[0] not in _NEUTRAL or x is None or out is None:
             return False
-        if len(node.all_input_nodes) != 1 or x.dim() != out.dim():
+        kept = (*x.shape[:-1], 1)  # of the last dimension only
+        if len(node.all_input_nodes) != 1 or not all(map(same_size, out.shape, kept)):
+            return False
+        if x.dim() != out.dim() or x.dtype != out.dtype:
             return False
         return x.dtype in (torch.float32, torch.float64) or (
             ops[0] is aten.amax.default and x.is_floating_point()

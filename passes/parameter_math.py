@@ -79,6 +79,7 @@ class ParameterMath:
                     self._of_storage.setdefault(at, []).append(node)
         outside = [n for n in self._order if n not in self._nodes]
         self._written_outside = {storage(x) for n in outside for x in written_arguments(n)}
+        self._written_outside |= ctx.written_by_bodies(graph)
 
     def _belongs(self, node: Node) -> bool:
         if node.op == "placeholder":
@@ -127,23 +128,34 @@ class ParameterMath:
             return any(user not in self._nodes for user in result.readers)
         return read_pad(result.node) is not None
 
-    def is_written_outside(self, result: Result) -> bool:
-        """Whether something that needs more than parameters writes into what it is made of."""
-        return any(storage(x) in self._written_outside for x in result.nodes)
+    def why_not(self, result: Result) -> str | None:
+        """Why the value that its readers see is not that of its program, or None."""
+        if any(storage(x) in self._written_outside for x in result.nodes):
+            return "the graph writes the result"
+        last = max((self._order[x] for x in result.writes), default=-1)
+        views = self._of_storage.get(storage(result.node) or -1, [])
+        for reader in (user for x in views for user in x.users):
+            is_part = reader in result.writes or _is_view_of(reader, result.node)
+            if not is_part and self._order.get(reader, last) < last:
+                return "it is read before it is complete"
+        return None
 
-    def is_complete_when_read(self, result: Result) -> bool:
-        """Whether every reader comes after the last write into it."""
-        last = max(self._order[x] for x in result.nodes)
-        return all(self._order[x] > last for x in result.readers if not self._is_view(x, result))
-
-    def _is_view(self, node: Node, result: Result) -> bool:
-        return node in self._nodes and storage(node) == storage(result.node)
+    def knows(self, node: Node) -> bool:
+        """Whether the graph is as it was, as far as this node is concerned."""
+        stack = [node]
+        while stack:
+            x = stack.pop()
+            if x not in self._order:
+                return False
+            stack += x.all_input_nodes
+        return True
 
     def of_view(self, node: Node) -> Result | None:
         """A view of a parameter or of a result, with all that computes it."""
         if node not in self._nodes or tensor(node) is None:
             return None
-        found = self._result(node, [])
+        whole = self.result(node)
+        found = self._result(node, [] if whole is None else whole.writes)
         return found if found.sources else None
 
     def _writers(self, at: int) -> list[Node]:
@@ -167,6 +179,13 @@ class ParameterMath:
         return needed
 
 
+def _is_view_of(node: Node, base: Node) -> bool:
+    """Whether a node is a view of a tensor, or a tuple of views (``w.chunk(2)``)."""
+    value = fake(node)
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return bool(leaves) and all(storage(x) == storage(base) for x in leaves)
+
+
 def _is_value(value: Any) -> bool:
     """Tensors of static size, or a tuple of them (``w.chunk(2)``)."""
     leaves = value if isinstance(value, (tuple, list)) else (value,)
@@ -174,3 +193,20 @@ def _is_value(value: Any) -> bool:
         isinstance(x, Tensor) and x.layout == torch.strided and all(map(is_static, x.shape))
         for x in leaves
     )
+
+
+class LazyParameterMath:
+    """The parameter nodes of a graph that changes; most graphs never ask."""
+
+    def __init__(self, graph: Graph, ctx: PassContext) -> None:
+        self._graph, self._ctx = graph, ctx
+        self._math: ParameterMath | None = None
+
+    def of_view(self, node: Node) -> tuple[Result, str | None] | None:
+        """What computes a node from parameters alone, and why it may not be a constant."""
+        if self._math is None or not self._math.knows(node):
+            self._math = ParameterMath(self._graph, self._ctx)
+        found = self._math.of_view(node)
+        if found is None:
+            return None
+        return found, found.why_not_derivable(self._ctx) or self._math.why_not(found)

@@ -62,7 +62,7 @@ def main() -> None:
         for n, k in SHAPES:
             torch._dynamo.reset()
             layer = make(torch.randn(n, k, device="cuda"))
-            options = {"compile_ext.inner": "eager"}
+            options: dict[str, Any] = {"compile_ext.inner": "eager"}
             call = torch.compile(
                 lambda x, f=layer: F.relu(f(x)), backend="compile_ext", options=options
             )

@@ -22,6 +22,7 @@ from compile_ext.passes.derivation import Padding
 HOW = Padding((0, 0, 0, 2), 5.0)  # [6, 8] -> [8, 8]
 HOMED = "re-homed: the parameter lives in it"
 PART = "a copy: it is a part of a larger tensor"
+OTHER = "a copy: it lives in the buffer of another padding"
 SHARED = "a copy: something else uses its memory"
 FOREIGN = "a copy: its memory belongs to another library or to a file"
 PREPARE = "a copy: more than rows is added (compile_ext.prepare moves the parameter)"
@@ -55,7 +56,9 @@ def assert_kept(table: Constants, p: Tensor, kind: str) -> Tensor:
     assert constant.kind == kind
     assert p.shape == size
     assert torch.equal(p, want[: len(p)])
-    assert (memory(p) == memory(constant.value)) == (kind == HOMED)
+    assert (p.data_ptr() == constant.value.data_ptr()) == (kind == HOMED)
+    if kind == HOMED:  # what saves or copies storages does not see the pad
+        assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
     return constant.value
 
 
@@ -163,7 +166,7 @@ def test_no_second_copy_and_the_old_memory_is_freed() -> None:
     p = parameter()
     storage = torch.multiprocessing.reductions.StorageWeakRef(p.untyped_storage())
     value = assert_kept(Constants(HOW), p, HOMED)
-    assert memory(p) == memory(value) == (p.data_ptr(), BYTES + 2 * 8 * 4)
+    assert memory(value) == (p.data_ptr(), BYTES + 2 * 8 * 4)
     gc.collect()
     assert storage.expired()
     assert isinstance(p, nn.Parameter)
@@ -255,7 +258,6 @@ def test_what_a_user_holds_is_not_overwritten() -> None:
     assert torch.equal(old, before)
 
 
-@pytest.mark.xfail(strict=True, reason="a storage object is no tensor: it is not counted as a user")
 def test_a_storage_that_a_user_holds_is_not_overwritten() -> None:
     table, p, _ = homed()
     storage, before = p.untyped_storage(), p.detach().clone()
@@ -264,7 +266,6 @@ def test_a_storage_that_a_user_holds_is_not_overwritten() -> None:
     assert torch.equal(torch.empty(0).set_(storage, 0, (6, 8), (8, 1)), before)
 
 
-@pytest.mark.xfail(strict=True, reason="a storage object is no tensor: it is not counted as a user")
 def test_not_while_a_user_holds_the_storage() -> None:
     p = parameter()
     storage = p.untyped_storage()
@@ -281,7 +282,7 @@ def test_data_swapped_back_and_forth() -> None:
         assert_kept(table, p, (SHARED, HOMED)[turn % 2])
         assert torch.equal(mine, values[0])
         assert torch.equal(other, values[1])
-    assert memory(p) == memory(value)
+    assert p.data_ptr() == value.data_ptr()
 
 
 def test_two_parameters_swap_their_data() -> None:
@@ -304,7 +305,7 @@ def test_two_parameters_swap_their_data() -> None:
 def test_two_paddings_of_one_parameter() -> None:
     p = parameter()
     assert_kept(Constants(HOW), p, HOMED)
-    for rows, value, kind in ((1, 5.0, HOMED), (2, 5.0, HOMED), (3, 5.0, PART), (2, 4.0, PART)):
+    for rows, value, kind in ((1, 5.0, HOMED), (2, 5.0, HOMED), (3, 5.0, OTHER), (2, 4.0, OTHER)):
         table = Constants(Padding((0, 0, 0, rows), value))
         want = F.pad(p.detach(), (0, 0, 0, rows), value=value)
         assert torch.equal(value_of(table, p), want)
@@ -325,27 +326,12 @@ def test_leave_gives_memory_of_its_own() -> None:
     assert_kept(table, p, HOMED)
 
 
-@pytest.mark.xfail(strict=True, reason="the pads are lost where their storage is resized")
-def test_memory_given_back_and_taken_anew() -> None:
-    # As sleep modes of serving engines do.
+def test_the_memory_cannot_be_resized() -> None:
+    # Sleep modes resize storages to nothing and back: the pads would be lost without a trace.
     table, p, _ = homed()
-    storage, before = p.untyped_storage(), p.detach().clone()
-    size = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(size)
-    torch.empty(0).set_(storage, 0, (size // 4,), (1,)).fill_(7)  # it may hold anything
-    p.data.copy_(before)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        p.untyped_storage().resize_(0)
     assert_kept(table, p, HOMED)
-
-
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="find() does not look at the storage")
-def test_memory_given_back_and_taken_anew_without_room_for_pads() -> None:
-    table, p, _ = homed()
-    before = p.detach().clone()
-    p.untyped_storage().resize_(0)
-    p.untyped_storage().resize_(BYTES)
-    p.data.copy_(before)
-    assert torch.equal(value_of(table, p), expected(before))
 
 
 def saved(state: Any, path: Path, **how: Any) -> Any:
@@ -396,7 +382,6 @@ def test_a_pickled_parameter_keeps_what_it_is() -> None:
     assert torch.equal(torch.load(io.BytesIO(buffer.getvalue())), p)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="no name covers the whole storage")
 @pytest.mark.parametrize("direction", ["save", "load"])
 def test_safetensors_of_a_model(direction: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")

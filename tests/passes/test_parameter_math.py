@@ -110,7 +110,8 @@ def follow(got: Any, model: Model, *args: Any, options: Any = ROOMY) -> None:
     )
     with torch.no_grad():
         for _ in range(2):
-            for x in (model.w, model.v, model.s, model.b, model.plain):
+            changed: Any = (model.w, model.v, model.s, model.b, model.plain)
+            for x in changed:
                 x.mul_(1.5)
             want, result = model(*args), compiled(*args)
             torch.testing.assert_close(result, want, rtol=0, atol=0)  # the same kernels
@@ -226,7 +227,6 @@ def test_casts_to_the_same_dtype_are_no_candidate(rewrite: Any) -> None:
     assert got.of(PASS) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the value of copy_ is replaced by the whole buffer")
 def test_the_value_of_copy_is_the_part_that_it_wrote(rewrite: Any) -> None:
     def run(m: Model, x: Tensor) -> Any:
         buf = m.w.new_zeros(8, 8)
@@ -236,7 +236,6 @@ def test_the_value_of_copy_is_the_part_that_it_wrote(rewrite: Any) -> None:
     rewrite(Model(run), torch.randn(5, 8), options=ROOMY)
 
 
-@pytest.mark.xfail(strict=True, reason="a reader inside the program sees the finished buffer")
 def test_a_kept_node_that_read_the_buffer_halfway(rewrite: Any) -> None:
     def run(m: Model, x: Tensor) -> Any:
         buf = m.w.new_zeros(8, 8)
@@ -286,7 +285,7 @@ def play(m: Model, x: Tensor, steps: list[tuple[int, int, int]], ends: list[int]
     return tuple(x.sum() * values[i % len(values)] for i in ends)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=6),
     ends=st.lists(st.integers(0, 9), min_size=1, max_size=2),
