@@ -28,6 +28,7 @@ aten = torch.ops.aten
 # What padded elements must hold for the reduction not to see them.
 _NEUTRAL = {aten.amax.default: float("-inf"), aten.sum.dim_IntList: 0.0, aten.mean.dim: 0.0}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _ELEMENTWISE = {aten._to_copy.default, aten.detach.default, aten.alias.default}
 
 
@@ -37,10 +38,26 @@ def pad_activation(a: Node, extra: int, value: float, ctx: PassContext) -> tuple
     Also the nodes that this leaves without a reader, once ``a`` has none.
     """
     region = _Region(a, ctx)
-    if not region.reductions or any(ctx.is_written(x) for x in region.nodes()):
-        # Pointwise code fuses with the pad as it is.
-        return ctx.insert(_behind(a), F.pad, a, [0, extra], value=value, like=a), []
-    return region.widen(extra, value), [*region.wide, *region.rows]
+    if any(ctx.is_written(x) for x in region.nodes()):
+        return _pad(a, extra, value, ctx), []
+    # Before it becomes float8, for which torch 2.11's C++ has no mask.
+    x, casts = (a, []) if value else region.before_float8()
+    # Without a reduction, pointwise code fuses with the pad as it is.
+    make = region.widen if region.reductions else region.pad
+    padded = make(x, extra, value)
+    for cast in reversed(casts):
+        padded = region.copy(cast, {cast.all_input_nodes[0]: padded}, extra)
+    return padded, [*region.wide, *region.rows]
+
+
+def _pad(x: Node, extra: int, value: float, ctx: PassContext) -> Node:
+    found = tensor(x)
+    if found is None or found.dtype not in _FLOAT8 or found.device.type != "cpu" or value:
+        return ctx.insert(_behind(x), F.pad, x, [0, extra], value=value, like=x)
+    # As bytes: torch 2.11's C++ has no mask for float8. 0.0 is the byte 0.
+    as_bytes = ctx.insert(_behind(x), "view", x, torch.uint8, like=x)
+    padded = ctx.insert(as_bytes.next, F.pad, as_bytes, [0, extra], value=0, like=x)
+    return ctx.insert(padded.next, "view", padded, found.dtype, like=x)
 
 
 def _behind(x: Node) -> Node:
@@ -129,7 +146,17 @@ class _Region:
                 found.add(node)
         return found
 
-    def widen(self, extra: int, value: float) -> Node:
+    def before_float8(self) -> tuple[Node, list[Node]]:
+        """The last node of the activation's computation that is not float8, and those behind it,
+        the last one first."""
+        casts, x = [], self._a
+        while self._is_float8(x) and x in self.wide and len(x.all_input_nodes) == 1:
+            casts.append(x)
+            x = x.all_input_nodes[0]
+        return (self._a, []) if self._is_float8(x) else (x, casts)
+
+    def widen(self, end: Node, extra: int, value: float) -> Node:
+        """``end`` at the padded extents, its new elements holding ``value``."""
         order = [n for n in self._a.graph.nodes if n in self.wide or n in self.rows]
         changed = self._depends_on_reduction(order)
         new: dict[Node, Node] = {}
@@ -138,22 +165,29 @@ class _Region:
                 continue
             for x in node.all_input_nodes:
                 if x not in new and self._last_size(x) == self._k:
-                    new[x] = self._pad(x, extra)
+                    new[x] = self.pad(x, extra)
             if node in self.reductions:
                 new[node] = self._reduce(node, new[node.all_input_nodes[0]], extra)
             else:
-                new[node] = self._copy(node, new, extra)
-        for node in self.rows & changed:
+                new[node] = self.copy(node, new, extra)
+            if node is end:
+                break
+        for node in self.rows & changed & set(new):
             node.replace_all_uses_with(new[node], delete_user_cb=lambda user: user not in changed)
-        return self._masked(new[self._a], extra, value)
+        return self._masked(new[end], extra, value)
 
-    def _pad(self, x: Node, extra: int) -> Node:
-        """An input of the region at the padded extents."""
+    def _is_float8(self, x: Node) -> bool:
+        found = tensor(x)
+        return found is not None and found.dtype in _FLOAT8
+
+    def pad(self, x: Node, extra: int, value: float = 0.0) -> Node:
+        """A node at the padded extents by itself."""
         if self._ctx.why_not_derivable(x) is None:  # the weight of a norm
-            return self._ctx.derive((x,), Padding((0, extra), 0.0))
-        return self._ctx.insert(_behind(x), F.pad, x, [0, extra], value=0.0, like=x)
+            return self._ctx.derive((x,), Padding((0, extra), value))
+        return _pad(x, extra, value, self._ctx)
 
-    def _copy(self, node: Node, new: dict[Node, Node], extra: int) -> Node:
+    def copy(self, node: Node, new: dict[Node, Node], extra: int) -> Node:
+        """A node with these inputs instead, right behind it."""
         if node in self.flattened:
             x = new[node.all_input_nodes[0]]
             return self._ctx.insert(node.next, "reshape", x, -1, self._k + extra, like=node)
@@ -167,7 +201,7 @@ class _Region:
         op = self.reductions[node]
         masked = self._masked(x, extra, _NEUTRAL[op])
         if op is not aten.mean.dim:
-            return self._copy(node, {node.args[0]: masked}, extra)  # type: ignore[dict-item]
+            return self.copy(node, {node.args[0]: masked}, extra)  # type: ignore[dict-item]
         total = self._ctx.insert(node.next, torch.sum, masked, -1, True, like=node)
         return self._ctx.insert(total.next, torch.div, total, self._k, like=node)
 

@@ -285,7 +285,13 @@ def play(m: Model, x: Tensor, steps: list[tuple[int, int, int]], ends: list[int]
     return tuple(x.sum() * values[i % len(values)] for i in ends)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+# The fixture resets Dynamo before the first example only, which is enough.
+SLOW_AND_ONE_FIXTURE: Any = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=SLOW_AND_ONE_FIXTURE, derandomize=True
+)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=6),
     ends=st.lists(st.integers(0, 9), min_size=1, max_size=2),
