@@ -52,8 +52,8 @@ def compile_ext_backend(
     """
     parsed = Options.parse(mode, options)
     start = time.perf_counter()
-    can_move = homes.can_move if parsed.rehome else homes.has_moved
-    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, can_move)
+    cost = homes.cost if parsed.rehome else homes.cost_in_place
+    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, cost)
     run_passes(ctx, parsed.disable)
 
     tables = tuple(_table(d, inputs, parsed.rehome) for d in ctx.derived.inputs())
@@ -92,13 +92,13 @@ def _with_constants(compiled: Compiled, record: records.GraphRecord) -> Compiled
         binding = bindings.get(tuple(map(id, weights))) or record.bind(weights, args)
         return compiled(*args, *binding.values(args))
 
-    def run_aligned(*args: Any) -> Any:
+    def run_plain(*args: Any) -> Any:
         weights = take(args)
         if tuple(map(id, weights)) not in bindings:
             record.bind(weights, args)
         return compiled(*args)
 
-    return run if record.constants else run_aligned
+    return run if record.constants else run_plain
 
 
 def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:

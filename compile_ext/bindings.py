@@ -15,24 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_ext.derived import Constant, Constants, Stamp, expired
+from compile_ext.derived import Constants, Stamp, expired
 
 # Dynamo guards the strides of parameters from some version on: not in 2.11, but in 2.13.
 _MUST_CHECK_STRIDES = torch.__version__ < "2.13"
 
-# Of a derived input: the positions of its sources among the arguments, and its table.
+# Of a derived input: the positions of its sources among the arguments, and the constants of its
+# derivation.
 Table = tuple[tuple[int, ...], Constants]
 Check = Callable[[Sequence[Any]], bool]
 
 
 class Binding:
-    """Args:
-    weights: the tensors, weakly held, that this binding is for.
-    tables: one for each derived input.
-    args: the arguments of the call that it is made in.
+    """What one compiled graph hands in for one set of weights.
+
+    Args:
+        weights: the tensors, weakly held, that this binding is for.
+        tables: one for each derived input.
+        args: the arguments of the call that it is made in.
     """
 
-    __slots__ = ("_is_fresh", "_seen", "_tables", "_values", "constants", "forms", "weights")
+    __slots__ = ("_state", "_tables", "constants", "forms", "weights")
 
     def __init__(
         self,
@@ -42,28 +45,26 @@ class Binding:
     ) -> None:
         self.weights = weights
         self._tables = tables
-        self.constants: list[tuple[tuple[int, ...], Constant]] = []
-        self._refresh(args)
-        self.forms = [form(x) for r in weights if (x := r()) is not None]
+        self._bind(args)
 
     def values(self, args: Sequence[Any]) -> list[Any]:
         """The tensors for the extra inputs of the graph; ``args`` hold the weights of this
         binding."""
-        if self._seen == expired[0] and self._is_fresh(args):
-            return self._values
-        return self._refresh(args)
+        seen, is_fresh, values = self._state
+        return values if seen is expired[0] and is_fresh(args) else self._bind(args)
 
-    def _refresh(self, args: Sequence[Any]) -> list[Any]:
+    def _bind(self, args: Sequence[Any]) -> list[Any]:
         seen = expired[0]
         made = [(at, table.of([args[i] for i in at])) for at, table in self._tables]
-        # Another thread may look meanwhile: the check fits only with its own values.
-        self._is_fresh: Check = _never
-        self.constants = made
-        self._values = values = [constant.value for _, constant in made]
+        values = [constant.value for _, constant in made]
+        is_fresh: Check = _never
         if all(constant.stamps for _, constant in made):
-            stamps = {(i, s) for at, c in made for i, s in zip(at, c.stamps, strict=True)}
-            self._is_fresh = _check(sorted(stamps, key=lambda x: x[0]))
-        self._seen = seen
+            is_fresh = _check([x for at, c in made for x in zip(at, c.stamps, strict=True)])
+        # What explain shows: each constant, and for which form of the weights.
+        self.constants = made
+        self.forms = [form(x) for r in self.weights if (x := r()) is not None]
+        # One assignment: another thread must not meet a check beside the values of another.
+        self._state = seen, is_fresh, values
         return values
 
 
@@ -78,9 +79,7 @@ def _tests(x: str, stamp: Stamp) -> list[str]:
     tests = [f"{x}.data_ptr() == {stamp.pointer}"]
     if stamp.version is not None:
         tests.append(f"{x}._version == {stamp.version}")
-    if _MUST_CHECK_STRIDES and stamp.is_contiguous:
-        tests.append(f"{x}.is_contiguous()")  # 0.6 of the time that the strides take
-    elif _MUST_CHECK_STRIDES:
+    if _MUST_CHECK_STRIDES:
         tests.append(f"{x}.stride() == {stamp.strides}")
     return tests
 

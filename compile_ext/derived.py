@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,14 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from compile_ext import homes
 from compile_ext.ops.errors import CaptureError
-from compile_ext.passes.budget import is_prefix_padding
 from compile_ext.passes.derivation import Derivation, Padding
 
 _LOCK = threading.RLock()  # one refresh at a time: two tables may want to move one parameter
 _STALE = -1
-# How many stamps have gone stale by themselves: whoever has checked at this number need not look
-# for that.
-expired = [0]
+# Another object as soon as a stamp has gone stale by itself: who has seen this one has seen that.
+expired: list[object] = [object()]
 
 
 class Stamp:
@@ -51,7 +50,6 @@ class Stamp:
         self.version = None if is_home else source._version
         self.pointer = source.data_ptr()
         self.strides = source.stride()
-        self.is_contiguous = source.is_contiguous()
         me = weakref.ref(self)
 
         def forget(_: object) -> None:
@@ -63,7 +61,7 @@ class Stamp:
 
     def expire(self) -> None:
         self.pointer = _STALE
-        expired[0] += 1
+        expired[0] = object()
 
     def fits(self, source: Tensor) -> bool:
         return (
@@ -74,12 +72,13 @@ class Stamp:
 
 
 class Constant:
-    """A derived tensor and the stamps of its sources.
+    """A derived tensor.
+
+    ``value`` is what the graph gets (None before the first refresh), ``stamps`` has one for each
+    source (none for sources that cannot be watched), ``kind`` says how it is kept.
 
     Args:
-        value: what the graph gets; None before the first refresh.
-        stamps: one for each source; none for sources that cannot be watched.
-        kind: for people: how it is kept.
+        sources: the parameters, weakly.
     """
 
     __slots__ = ("kind", "sources", "stamps", "value")
@@ -120,8 +119,13 @@ class Constants:
             if constant is None or any(
                 r() is not x for r, x in zip(constant.sources, sources, strict=True)
             ):
-                refs = tuple(weakref.ref(x, lambda _: self._forget(key)) for x in sources)
-                constant = Constant(refs)
+                table = weakref.ref(self)  # no cycle: a table is freed with its last graph
+
+                def forget(_: object) -> None:
+                    if (found := table()) is not None:
+                        found._forget(key)
+
+                constant = Constant(tuple(weakref.ref(x, forget) for x in sources))
                 if all(map(is_watchable, sources)):
                     self._constants[key] = constant
             if not constant.is_fresh(sources):
@@ -130,33 +134,35 @@ class Constants:
 
     def invalidate(self, source: Tensor) -> list[Constant]:
         """Mark the constants of this parameter as stale, and return them."""
-        found = [c for key, c in list(self._constants.items()) if id(source) in key]
-        for constant in found:
-            for stamp in constant.stamps:
-                if stamp.version is not None:
-                    stamp.expire()
-        return found
+        with _LOCK:
+            found = [c for key, c in list(self._constants.items()) if id(source) in key]
+            for constant in found:
+                for stamp in constant.stamps:
+                    if stamp.version is not None:
+                        stamp.expire()
+            return found
 
-    # Outside inference mode: a tensor made inside could not be refreshed outside it.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _refresh(self, constant: Constant, sources: Sequence[Tensor]) -> None:
-        if not all(map(is_watchable, sources)):
-            constant.value, constant.stamps = self.derivation(*sources), []
-            constant.kind = "computed on each call: an inference tensor has no version counter"
-            return
-        with _exclusive(sources[0].device):
+        with moving(sources[0].device):
+            if not all(map(is_watchable, sources)):
+                constant.value, constant.stamps = self.derivation(*sources), []
+                constant.kind = "computed on each call: an inference tensor has no version counter"
+                return
             self.refreshes += 1
             buffer, reason = self._home(sources)
+            # Read before the data: a write in between makes the next call compute again.
+            stamps = [Stamp(x, is_home=buffer is not None) for x in sources]
             if buffer is not None:
                 constant.value, constant.kind = buffer, "re-homed: the parameter lives in it"
             else:
-                constant.kind = f"a copy: {reason}"
-            # Read before the data: a write in between makes the next call compute again.
-            stamps = [Stamp(x, is_home=buffer is not None) for x in sources]
-            if buffer is None:
-                self._copy(constant, self.derivation(*sources))
-        constant.stamps = stamps  # last: another thread may look without the lock
+                value = self.derivation(*sources)
+                if any(_same_storage(value, x) for x in sources):
+                    stamps = [Stamp(x, is_home=True) for x in sources]
+                    constant.value, constant.kind = value, "the parameter itself: it fits"
+                else:
+                    self._copy(constant, value)
+                    constant.kind = f"a copy: {reason}"
+        constant.stamps = stamps  # last, when the work is done: others may look without the lock
 
     def _home(self, sources: Sequence[Tensor]) -> tuple[Tensor | None, str]:
         how, p = self.derivation, sources[0]
@@ -165,7 +171,7 @@ class Constants:
         found = homes.find(p, how)
         if found is not None:
             return found, ""
-        if not is_prefix_padding(how, p):
+        if not how.keeps_as_prefix(p):
             return None, "more than rows is added (compile_ext.prepare moves the parameter)"
         reason = homes.why_not(p) if self.rehome else "compile_ext.rehome is False"
         return (homes.move(p, how), "") if reason is None else (None, reason)
@@ -173,7 +179,7 @@ class Constants:
     def _copy(self, constant: Constant, value: Tensor) -> None:
         old = constant.value
         # A buffer that the parameter has left stays what those who hold a part of it see.
-        if old is not None and _form(old) == _form(value) and not _is_used(old):
+        if old is not None and homes.can_hold(old, value):
             old.copy_(value)
         else:
             constant.value = value
@@ -189,23 +195,18 @@ def is_watchable(source: Tensor) -> bool:
     return not isinstance(source, FakeTensor) and not source.is_inference()
 
 
-def _form(x: Tensor) -> tuple[Any, ...]:
-    return x.device, x.dtype, x.shape, x.stride()
+def _same_storage(x: Tensor, y: Tensor) -> bool:
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
-def _is_used(x: Tensor) -> bool:
-    """Whether another tensor lives in the storage of x."""
-    return bool(torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2)
-
-
-class _exclusive:
-    """Nothing else runs on the device while the body does, and the body's work is done after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._device is not None:
+@contextmanager
+def moving(device: torch.device) -> Iterator[None]:
+    """Constants and parameters are written or moved inside: by one thread, while nothing else runs
+    on the device, and finished when it ends. Outside inference mode: a tensor made inside it could
+    not be refreshed outside."""
+    is_cuda = device.type == "cuda"
+    with _LOCK, torch.inference_mode(False), torch.no_grad():
+        if is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     "a compiled call inside torch.cuda.graph",
@@ -214,14 +215,13 @@ class _exclusive:
                     " captured graph",
                     "call the compiled model once, or compile_ext.refresh(model), before capture",
                 )
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(device)
+        yield
+        if is_cuda:
+            torch.cuda.current_stream(device).synchronize()
 
-    def __exit__(self, *error: object) -> None:
-        if self._device is not None:
-            torch.cuda.current_stream(self._device).synchronize()
 
-
-# A graph is compiled for one form of its parameters (Dynamo guards it), so each form has its table.
+# A graph is compiled for one form of its parameters, so each form has its table.
 _Key = tuple[Derivation, bool, tuple[Any, ...]]
 _SHARED: weakref.WeakValueDictionary[_Key, Constants] = weakref.WeakValueDictionary()
 

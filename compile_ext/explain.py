@@ -85,14 +85,14 @@ def _rows(record: records.GraphRecord, names: dict[int, str]) -> Iterator[Row]:
             for position in entry.weights:
                 name = names.get(id(tensors[position]))
                 if name is not None:
-                    yield _row(entry, name, _kinds(entry, position, binding))
+                    yield _row(entry, name, _kinds(position, binding))
 
 
 def _row(entry: Entry, name: str, kinds: tuple[str, ...] = ()) -> Row:
     return Row(name, entry.op, entry.site, tuple(entry.decisions), kinds)
 
 
-def _kinds(entry: Entry, position: int, binding: Binding) -> tuple[str, ...]:
+def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
     """How the constants of this weight are kept."""
     return tuple(dict.fromkeys(c.kind for at, c in binding.constants if position in at))
 

@@ -18,15 +18,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compile_ext.passes.derivation import Padding
+from compile_ext.passes.derivation import Derivation, Padding
 
 # parameter -> (its padded buffer, how it is padded); an entry dies with the parameter
 _HOMES = WeakIdKeyDictionary()
-
-
-def can_move(p: Tensor) -> bool:
-    """Whether p lives in a padded buffer, or may move into one."""
-    return has_moved(p) or why_not(p) is None
 
 
 def has_moved(p: Tensor) -> bool:
@@ -74,11 +69,13 @@ def find(p: Tensor, how: Padding) -> Tensor | None:
     if home is None:
         return None
     buffer, made = home
-    if made.fill != how.fill or not _lives_in(p, buffer):
+    if made.exact_value != how.exact_value or not _lives_in(p, buffer):
         return None
     widths = how.widths(p.dim())
     wanted = [size + after for size, (_, after) in zip(p.shape, widths, strict=True)]
     if any(before for before, _ in widths) or wanted[1:] != list(buffer.shape[1:]):
+        return None
+    if not buffer.is_contiguous() and made.keep_order != how.keep_order:
         return None
     if wanted[0] == buffer.shape[0]:
         return buffer  # type: ignore[no-any-return]
@@ -95,7 +92,7 @@ def move(p: Tensor, how: Padding) -> Tensor:
     address where p has had one of that form and nobody else uses it any more."""
     home = _HOMES.pop(p, None)
     buffer = how(p)
-    if home is not None and home[1].fill == how.fill and _is_free(home[0], buffer):
+    if home is not None and home[1].exact_value == how.exact_value and can_hold(home[0], buffer):
         buffer = home[0].copy_(buffer)
     p.data = _first_part(buffer, p.shape)
     _HOMES[p] = buffer, how
@@ -109,14 +106,34 @@ def _first_part(buffer: Tensor, shape: torch.Size) -> Tensor:
     if part.is_meta:
         return part
     # Through DLPack: a storage of its own, that keeps the buffer alive. As bytes, since not every
-    # version knows float8 there.
-    return from_dlpack(part.view(torch.uint8)).view(part.dtype)
+    # version knows float8 there; bytes want the innermost dimension last.
+    order = sorted(range(part.dim()), key=part.stride, reverse=True)
+    made = from_dlpack(part.permute(order).view(torch.uint8)).view(part.dtype)
+    return made.permute([order.index(d) for d in range(part.dim())])
 
 
-def _is_free(old: Tensor, new: Tensor) -> bool:
+def can_hold(old: Tensor, new: Tensor) -> bool:
+    """Whether ``new`` can be written into ``old``: the form is the same, and no other tensor lives
+    in its storage (the two that are counted are ``old`` and the storage's Python object)."""
     forms = [(x.shape, x.stride(), x.dtype, x.device) for x in (old, new)]
-    storage = old.untyped_storage()
-    return forms[0] == forms[1] and torch._C._storage_Use_Count(storage._cdata) == 2
+    users: int = torch._C._storage_Use_Count(old.untyped_storage()._cdata)
+    return forms[0] == forms[1] and users == 2
+
+
+def cost(how: Derivation, p: Tensor, nbytes: int) -> int:
+    """What ``how(p)`` of that size adds to the memory of p."""
+    if not isinstance(how, Padding):
+        return nbytes
+    if find(p, how) is not None:
+        return 0
+    if how.keeps_as_prefix(p) and why_not(p) is None:
+        return nbytes - p.numel() * p.element_size()
+    return nbytes
+
+
+def cost_in_place(how: Derivation, p: Tensor, nbytes: int) -> int:
+    """The same where no parameter may move."""
+    return 0 if isinstance(how, Padding) and find(p, how) is not None else nbytes
 
 
 def leave(p: Tensor) -> bool:

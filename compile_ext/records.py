@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,14 +55,14 @@ class GraphRecord:
 
     def bind(self, weights: Sequence[Any], args: Sequence[Any]) -> Binding:
         """Note the weights of a call, those at ``weights``, and make their constants."""
-        key, bindings = tuple(map(id, weights)), self.bindings
+        key, me = tuple(map(id, weights)), weakref.ref(self)
 
-        # Holds the dict and not the record, which dies with its graph.
         def forget(_: object) -> None:
-            bindings.pop(key, None)
+            if (record := me()) is not None:  # which dies with its graph
+                record.bindings.pop(key, None)
 
         refs = tuple(weakref.ref(t, forget) for t in weights)
-        bindings[key] = binding = Binding(refs, self.constants, args)
+        self.bindings[key] = binding = Binding(refs, self.constants, args)
         return binding
 
     def served(self) -> list[tuple[dict[int, Tensor], Binding]]:
@@ -95,13 +97,20 @@ _LIVE: weakref.WeakSet[GraphRecord] = weakref.WeakSet()
 
 
 def add(record: GraphRecord) -> None:
-    _LIVE.add(record)
+    (_HIDDEN if _hiding.get() else _LIVE).add(record)
 
 
-def hide(record: GraphRecord) -> None:
-    """Do not show this graph: it was compiled only to look."""
-    _LIVE.discard(record)
-    _HIDDEN.add(record)
+@contextmanager
+def hiding() -> Iterator[None]:
+    """Do not show what is compiled inside, by this thread: it is compiled only to look."""
+    token = _hiding.set(True)
+    try:
+        yield
+    finally:
+        _hiding.reset(token)
+
+
+_hiding: ContextVar[bool] = ContextVar("compile_ext_hiding", default=False)
 
 
 def hidden() -> list[GraphRecord]:

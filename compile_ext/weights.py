@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from compile_ext import derived, homes, records
 from compile_ext.backend import compile_ext_backend
@@ -49,12 +49,9 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
         for each weight that is padded, by path: ``re-homed``, or why it was not.
     """
     target = original(model)
-    before = set(records.live())
     look: Any = torch.compile(target, backend=_look)
     with torch.no_grad():
         look(*args, **kwargs)
-    for record in set(records.live()) - before:
-        records.hide(record)
     names = names_of(target)
     found: dict[str, str] = {}
     for record in records.hidden():
@@ -68,8 +65,9 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     return found
 
 
-# One object for all: Dynamo counts the compilations of a function by each backend.
-_look = functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
+def _look(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+    with records.hiding():
+        return compile_ext_backend(gm, inputs, options={"compile_ext.inner": "eager"})
 
 
 def _only_source(constant: Constant) -> Iterator[Tensor]:
@@ -84,13 +82,13 @@ def _move(p: Tensor, how: Derivation) -> str | None:
         return f"it is computed ({how})"
     if any(before for before, _ in how.widths(p.dim())):
         return "it is padded in front"
-    if homes.find(p, how) is not None:
-        return None
-    reason = homes.why_not(p)
-    if reason is None:
-        with torch.inference_mode(False), torch.no_grad():
+    with derived.moving(p.device):
+        if homes.find(p, how) is not None:
+            return None
+        reason = homes.why_not(p)
+        if reason is None:
             homes.move(p, how)
-    return reason
+        return reason
 
 
 def restore(model: Any) -> int:
@@ -103,8 +101,12 @@ def restore(model: Any) -> int:
     Returns:
         how many weights moved.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        return sum(homes.leave(p) for p in _weights(model))
+    moved = 0
+    for p in _weights(model):
+        if homes.has_moved(p):
+            with derived.moving(p.device):
+                moved += homes.leave(p)
+    return moved
 
 
 def _weights(model: Any) -> list[Tensor]:

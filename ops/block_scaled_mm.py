@@ -119,7 +119,7 @@ OP = define_op(
                 },
             ),
         },
-        # Whole rows of the scale are read by TMA.
+        # cuBLASLt reads scales in rows of a multiple of 4 (``block_scaled_mm_aten.py``).
         memory={"scale_b": Memory(stride=block_scaled_mm_aten.SCALE_STRIDE)},
         unread={"scale_a": lambda a, **_: a.dtype == torch.bfloat16},
         prewait_reads=("b", "scale_b", "bias"),

@@ -82,7 +82,7 @@ class Memory:
     """Where an argument must lie for the fast kernels.
 
     Args:
-        address: its address is a multiple of this, in bytes.
+        address: its address is a multiple of this, in bytes: 1 to 64, a power of two.
         stride: its strides other than 1 are multiples of this, in elements.
     """
 

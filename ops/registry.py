@@ -55,7 +55,7 @@ def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
     for dim, align in contract.align.items():
         yield from _align_faults(dim, align, contract)
     for name, memory in contract.memory.items():
-        yield from _memory_faults(f"memory[{name!r}]", memory, contract)
+        yield from _memory_faults(name, memory, contract)
     returns = op._schema.returns
     if "n" in contract.align and (len(returns) != 1 or str(returns[0].type) != "Tensor"):
         yield (
@@ -193,16 +193,20 @@ def _pad_faults(where: str, pad: Pad) -> Iterator[Fault]:
         yield f"{where} with {pad.value!r}", "a finite number", "0 for data, 1.0 for scales"
 
 
-def _memory_faults(where: str, memory: Memory, contract: OpContract) -> Iterator[Fault]:
+def _memory_faults(name: str, memory: Memory, contract: OpContract) -> Iterator[Fault]:
+    where = f"memory[{name!r}]"
     for field in ("address", "stride"):
         value = getattr(memory, field)
         if not _is_count(value):
             found = f"{where} with {field} {value!r}"
             yield found, "an integer of at least 1", "give bytes for address, elements for stride"
+    if _is_count(memory.address) and 64 % memory.address:
+        found = f"{where} with address {memory.address}"
+        yield found, "a divisor of 64 bytes, which every allocation has", "ask for at most 64"
     if contract.gemm is None:
         fix = "say which arguments form the GEMM"
         yield f"{where} without gemm", "gemm=Gemm(a=..., b=...)", fix
-    elif where == f"memory[{contract.gemm.a!r}]":
+    elif name == contract.gemm.a:
         yield f"{where}, the activation", "weights, scales and biases", "leave it out"
 
 

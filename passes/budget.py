@@ -7,12 +7,10 @@ who chose FP8 for its size did not ask for a bfloat16 copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from compile_ext.passes.derivation import Chain, Derivation, Padding, Program
+from compile_ext.passes.derivation import Chain, Derivation, Program
 
 # Of the bytes of the graph's parameters and buffers. A router weight in float32 is far below
 # (0.1 % of a layer of DeepSeek-V3); a second copy of a layer's largest weight is above.
@@ -26,17 +24,15 @@ class Budget:
     Args:
         limit: bytes for all constants; None: DEFAULT_SHARE of ``weights`` for what is no padding.
         weights: bytes of the graph's parameters and buffers.
-        can_move: whether a parameter may move into its padded buffer, which costs its pad only.
     """
 
     limit: int | None
     weights: int
-    can_move: Callable[[Tensor], bool]
     used: int = 0
     _paid: set[object] = field(default_factory=set)
 
-    def why_not(self, wanted: Mapping[object, int]) -> str | None:
-        """Take the memory for these constants, in bytes by identity, or say why not."""
+    def charge(self, wanted: Mapping[object, int]) -> str | None:
+        """Take the memory for these constants, in bytes by identity; or say why not."""
         new = {key: cost for key, cost in wanted.items() if key not in self._paid}
         cost = sum(new.values())
         limit = int(DEFAULT_SHARE * self.weights) if self.limit is None else self.limit
@@ -49,15 +45,9 @@ class Budget:
         self._paid.update(new)
         return None
 
-    def cost(self, how: Derivation, source: Tensor, result: Tensor) -> int:
-        """The bytes of a constant that count; ``source`` is the first of its sources, as it is in
-        this call."""
-        if self.limit is None and _is_layout(how):
-            return 0
-        nbytes = result.numel() * result.element_size()
-        if is_prefix_padding(how, source) and self.can_move(source):
-            nbytes -= source.numel() * source.element_size()
-        return int(nbytes)
+    def is_free(self, how: Derivation) -> bool:
+        """Whether a constant is not charged for."""
+        return self.limit is None and _is_layout(how)
 
 
 def _is_layout(how: Derivation) -> bool:
@@ -65,14 +55,3 @@ def _is_layout(how: Derivation) -> bool:
     if isinstance(how, Chain) and isinstance(how.first, Program):
         return how.first.is_view
     return not isinstance(how, Program)
-
-
-def is_prefix_padding(how: Derivation, source: Tensor) -> bool:
-    """Whether ``source`` is the first part, in memory, of ``how(source)``: the source can live
-    there."""
-    return (
-        isinstance(how, Padding)
-        and source.dim() > 0
-        and source.is_contiguous()
-        and how.grows_rows_only(source.dim())
-    )

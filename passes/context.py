@@ -15,11 +15,16 @@ from compile_ext.passes import derivation
 from compile_ext.passes.budget import Budget
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.derived_inputs import DerivedInputs, Sources
-from compile_ext.passes.effects import leaving_storages, written_arguments, written_storages
+from compile_ext.passes.effects import (
+    leaving_storages,
+    written_arguments,
+    written_operands,
+    written_storages,
+)
 from compile_ext.passes.readers import OpCall, is_droppable, op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
-from compile_ext.passes.values import call_on_fakes, fake_mode, fakes, storage, tensor
+from compile_ext.passes.values import call_on_fakes, fake_mode, fakes, storage
 
 # Meta key of a node: why the passes must leave it alone (set before the first pass, see
 # `regions.py`).
@@ -34,14 +39,14 @@ class PassContext:
         root: the copied graph module.
         inputs: its real inputs, parameters among them, in placeholder order.
         memory_budget: bytes for derived constants, None for the default (see ``budget.py``).
-        can_move: whether a parameter may move into its padded buffer.
+        cost: ``(derivation, parameter, bytes of the result) -> bytes`` that a constant takes.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
     root: GraphModule
     inputs: Sequence[Any]
     memory_budget: int | None = None
-    can_move: Callable[[Tensor], bool] = lambda p: True
+    cost: Callable[[Derivation, Tensor, int], int] = lambda how, p, nbytes: nbytes
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.
@@ -54,7 +59,7 @@ class PassContext:
         self._scope_of: dict[Graph, Scope] = {s.graph: s for s in self.scopes}
         self._root_inputs = {n: i for i, n in enumerate(self.scopes[0].placeholders())}
         self.derived = DerivedInputs(self.scopes)
-        self.budget = Budget(self.memory_budget, self._weight_bytes(), self.can_move)
+        self.budget = Budget(self.memory_budget, self._weight_bytes())
         self._written = written_storages(self.scopes)
         self._leaving = leaving_storages(self.scopes)
 
@@ -118,32 +123,18 @@ class PassContext:
         roots = self.root_inputs(node)
         return bool(roots) and not all(self._is_static(i) for i in roots)
 
-    def address(self, node: Node) -> int | None:
-        """The address of a parameter, or of a view of one, in this call."""
-        roots, found = self.root_inputs(node), tensor(node)
-        if len(roots) != 1 or found is None or storage(node) != storage(self._root(roots[0])):
-            return None
-        base: int = self.inputs[roots[0]].untyped_storage().data_ptr()
-        return base + int(found.storage_offset()) * found.element_size()
-
     def _root(self, index: int) -> Node:
         return self.scopes[0].placeholders()[index]
 
     def written_by_bodies(self, graph: Graph) -> set[int | None]:
         """Storages of this graph that the bodies of its higher-order ops write."""
-        found: set[int | None] = set()
-        for scope in self.scopes:
-            for call in (c for c in scope.calls if c.node.graph is graph):
-                operands = call.operands()
-                if operands is None:
-                    operands = call.node.all_input_nodes
-                    if any(storage(p) in self._written for p in scope.placeholders()):
-                        found |= {storage(x) for x in operands}
-                    continue
-                for placeholder, operand in zip(scope.placeholders(), operands, strict=False):
-                    if storage(placeholder) in self._written:
-                        found.add(storage(operand))
-        return found
+        return {
+            storage(operand)
+            for scope in self.scopes
+            for call in scope.calls
+            if call.node.graph is graph
+            for operand in written_operands(scope, call, self._written)
+        }
 
     def is_written(self, node: Node) -> bool:
         """Whether a node of this compilation writes the storage of ``node``, or of what it stands
@@ -157,17 +148,19 @@ class PassContext:
         """Whether the graph hands out the storage of ``node``."""
         return storage(node) in self._leaving
 
-    def why_no_memory(self, *wanted: tuple[Sources, Derivation]) -> str | None:
-        """Take the memory for these constants from the budget, or say why not."""
+    def charge(self, *wanted: tuple[Sources, Derivation]) -> str | None:
+        """Take the memory for these constants from the budget; or say why not."""
         costs: dict[object, int] = {}
         for sources, how in wanted:
+            if self.budget.is_free(how):
+                continue
             roots = tuple(self.root_inputs(x) for x in sources)
-            cost = self.budget.cost(
-                how, self.inputs[roots[0][0]], self.derived.compute(sources, how)
-            )
+            result = self.derived.compute(sources, how)
+            nbytes = result.numel() * result.element_size()
             # Both branches of a cond share one constant; each caller of a body has its own.
-            costs[roots, how] = cost * max(map(len, roots))
-        return self.budget.why_not(costs)
+            each = [self.cost(how, self.inputs[i], nbytes) for i in roots[0]]
+            costs[roots, how] = sum(each)
+        return self.budget.charge(costs)
 
     def why_not_derivable(self, node: Any) -> str | None:
         """Why no constant can be derived from this node, or None."""

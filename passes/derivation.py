@@ -31,12 +31,12 @@ class Padding:
     """
 
     pad: tuple[int, ...]
-    value: float
+    value: float = field(compare=False)
     keep_order: bool = False
-    fill: str = field(init=False, repr=False)  # 0.0 and -0.0 are equal numbers, and two pads
+    exact_value: str = field(init=False, repr=False)  # 0.0 and -0.0 are equal, nan and nan are not
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fill", repr(float(self.value)))
+        object.__setattr__(self, "exact_value", repr(float(self.value)))
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.detach()
@@ -53,10 +53,12 @@ class Padding:
         last_first = [*zip(self.pad[::2], self.pad[1::2], strict=True)]
         return [*[(0, 0)] * (rank - len(last_first)), *reversed(last_first)]
 
-    def grows_rows_only(self, rank: int) -> bool:
-        """Whether the result is x followed by further elements, if x is contiguous."""
-        before, *rest = self.widths(rank)
-        return before[0] == 0 and before[1] > 0 and not any(map(any, rest))
+    def keeps_as_prefix(self, x: Tensor) -> bool:
+        """Whether x is the first part, in memory, of the result: x can live there."""
+        if x.dim() == 0 or not x.is_contiguous():
+            return False
+        rows, *rest = self.widths(x.dim())
+        return rows[0] == 0 and rows[1] > 0 and not any(map(any, rest))
 
     def __str__(self) -> str:
         return f"pad({list(self.pad)}, {self.value:g})"
@@ -64,23 +66,47 @@ class Padding:
 
 @dataclass(frozen=True)
 class Restride:
-    """A copy in the same memory order: the innermost dimension contiguous, all other strides
-    multiples of ``multiple`` elements. The memory in between is zero, behind the last row as well:
-    a kernel may read whole rows."""
+    """x where it lies as a kernel wants it, else a copy in the same memory order that does.
 
-    multiple: int
+    The memory between the rows of a copy is zero, behind the last row as well: a kernel may read
+    whole rows.
+
+    Args:
+        stride: strides other than 1 are multiples of this, in elements.
+        address: so is the address, in bytes. At most 64, which every allocation has.
+    """
+
+    stride: int
+    address: int = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        strides, step = [0] * x.dim(), 1
+        x, strides = x.detach(), self._strides(x)
+        # A fake has no address; the graph is compiled for the strides alone.
+        fits = strides == x.stride() and not isinstance(x, FakeTensor)
+        if fits and x.data_ptr() % self.address == 0:
+            return x
+        size = max((n * s for n, s in zip(x.shape, strides, strict=True)), default=1)
+        memory = torch.zeros(size, dtype=x.dtype, device=x.device)
+        return memory.as_strided(x.shape, strides).copy_(x)
+
+    def fits_strides(self, x: Tensor) -> bool:
+        sizes = zip(x.stride(), x.shape, strict=True)
+        return all(step == 1 or step % self.stride == 0 for step, n in sizes if n > 1)
+
+    def _strides(self, x: Tensor) -> tuple[int, ...]:
         expanded = 0 in x.stride()  # which says nothing of the order
+        if self.fits_strides(x) and not expanded:
+            return x.stride()
+        strides, step = [0] * x.dim(), 1
         for d in sorted(range(x.dim()), key=lambda d: (0 if expanded else x.stride(d), -d)):
             strides[d] = step
-            step = -(-step * x.shape[d] // self.multiple) * self.multiple
-        memory = torch.zeros(step, dtype=x.dtype, device=x.device)
-        return memory.as_strided(x.shape, strides).copy_(x.detach())
+            step = -(-step * x.shape[d] // self.stride) * self.stride
+        return tuple(strides)
 
     def __str__(self) -> str:
-        return f"copy with strides in multiples of {self.multiple}"
+        what = [f"strides % {self.stride}"] * (self.stride > 1)
+        what += [f"address % {self.address}"] * (self.address > 1)
+        return f"fit({', '.join(what)})"
 
 
 @dataclass(frozen=True)
@@ -142,6 +168,7 @@ def derivation_of(nodes: list[Node], sources: list[Node], result: Node) -> Deriv
     copies = {x: graph.placeholder(f"source{i}") for i, x in enumerate(sources)}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}  # fakes, which would keep the compilation's fake mode alive
     graph.output(copies[result])
     is_view = storage(result) in {storage(x) for x in sources}
     return _program(graph, is_view)
@@ -160,7 +187,7 @@ def after(first: Derivation, then: Step) -> Derivation:
 def _merged(first: Step, then: Step) -> Padding | None:
     if not isinstance(first, Padding) or not isinstance(then, Padding):
         return None
-    if first.fill != then.fill or any(first.pad[::2]):
+    if first.exact_value != then.exact_value or any(first.pad[::2]):
         return None
     rank = max(len(first.pad), len(then.pad))
     pads = [(*p.pad, *[0] * (rank - len(p.pad))) for p in (first, then)]
@@ -181,12 +208,8 @@ def _program(graph: Graph, is_view: bool) -> Program:
 
 
 def _identity(node: Node) -> str:
-    """A text that only this target has."""
-    target: Any = node.target
-    if isinstance(target, (str, torch._ops.OpOverload)):
-        return f"{node.op} {target!r}"
-    module = getattr(target, "__module__", None)
-    return f"{node.op} {module}.{getattr(target, '__qualname__', op_name(target))}"
+    """A text that only this target has: the program keeps a function alive, and so its id."""
+    return f"{node.op} {node.target if isinstance(node.target, str) else id(node.target)}"
 
 
 def _text(value: Any, names: dict[Node, str]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_ext.passes import derivation
-from compile_ext.passes.derivation import Derivation, Padding, Restride
+from compile_ext.passes.derivation import Derivation, Step
 from compile_ext.passes.scopes import Scope
 from compile_ext.passes.values import DERIVED, fake, fake_mode
 
@@ -58,7 +58,7 @@ class DerivedInputs:
         """The placeholder for ``how(*sources)``. A constant of a constant hangs on the parameters
         as well."""
         if len(sources) == 1 and sources[0] in self._origins:
-            assert isinstance(how, (Padding, Restride))
+            assert isinstance(how, Step)
             first = self._origins[sources[0]]
             return self._derive(_Origin(first.sources, derivation.after(first.how, how)))
         return self._derive(_Origin(sources, how))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from compile_ext.passes.scopes import Scope
+from compile_ext.passes.scopes import Call, Scope
 from compile_ext.passes.values import storage
 
 # In-place spellings of operator: `x += 1` reaches the graph as operator.iadd, or as the method
@@ -116,15 +116,18 @@ def written_storages(scopes: Sequence[Scope]) -> set[int]:
         for node in scope.graph.nodes:
             written |= {storage(x) for x in written_arguments(node)}
         for call in scope.calls:
-            operands = call.operands()
-            if operands is None:  # an unknown op: whatever it takes may be written by its body
-                if any(storage(p) in written for p in scope.placeholders()):
-                    written |= {storage(x) for x in call.node.all_input_nodes}
-                continue
-            for placeholder, operand in zip(scope.placeholders(), operands, strict=False):
-                if storage(placeholder) in written:
-                    written.add(storage(operand))
+            written |= {storage(x) for x in written_operands(scope, call, written)}
     return {s for s in written if s is not None}
+
+
+def written_operands(scope: Scope, call: Call, written: Collection[int | None]) -> list[Node]:
+    """What a call hands to its body ``scope`` and the body writes."""
+    placeholders, operands = scope.placeholders(), call.operands()
+    if operands is None:  # an unknown op: whatever it takes may be written by its body
+        is_writing = any(storage(p) in written for p in placeholders)
+        return call.node.all_input_nodes if is_writing else []
+    pairs = zip(placeholders, operands, strict=False)
+    return [x for p, x in pairs if storage(p) in written and isinstance(x, Node)]
 
 
 def leaving_storages(scopes: Sequence[Scope]) -> set[int]:

@@ -29,7 +29,7 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
         ctx.entry(result.node, result.sources[0])
         # Before the graph changes: one result may need the nodes of another.
         how = result.derivation()
-        reason = _why_not(result, math, ctx) or ctx.why_no_memory((tuple(result.sources), how))
+        reason = _why_not(result, math, ctx) or ctx.charge((tuple(result.sources), how))
         if reason:
             ctx.skipped(result.node, reason)
         else:

@@ -37,8 +37,9 @@ def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
             continue
         if call.contract.align:
             _fold_alignment(call, call.contract.gemm, ctx, math)
-        if call.contract.memory:
-            fit_memory(node, ctx, math)
+        call = read_call(node)
+        if call is not None:
+            fit_memory(call, ctx, math)
 
 
 def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: LazyParameterMath) -> None:
@@ -57,21 +58,19 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: LazyParame
     if reason or isinstance(widths, str):
         ctx.skipped(node, str(reason))
         return
-    padded = {x: _Padded(call.arguments[x], w, ctx, math) for x, w in widths.items()}
-    if gemm.a in padded:
-        padded[gemm.a].constant = None
+    padded = {x: _Padded(call.arguments[x], w, ctx, math) for x, w in widths.items() if x != gemm.a}
     reason = padded[gemm.b].reason
-    reason = reason or ctx.why_no_memory(*[p.constant for p in padded.values() if p.constant])
+    reason = reason or ctx.charge(*[p.constant for p in padded.values() if p.constant])
     if reason:
         ctx.skipped(node, reason)
         return
     changes: dict[str, Node] = {}
     unread: list[Node] = []
-    if gemm.a in padded:
+    if gemm.a in widths:
         extra, value = next(iter(widths[gemm.a].values()))
         changes[gemm.a], unread = pad_activation(call.arguments[gemm.a], extra, value, ctx)
         call = read_call(node) or call  # the scale that comes with it may be a new node
-    changes |= {x: p.insert(node) for x, p in padded.items() if x != gemm.a}
+    changes |= {x: p.insert(node) for x, p in padded.items()}
     ctx.rewrite(call, changes)
     ctx.erase_unread(unread)
     what = ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)

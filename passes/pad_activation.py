@@ -116,6 +116,7 @@ class _Region:
             return False
         if x.dim() != out.dim() or x.dtype != out.dtype:
             return False
+        # A sum in bfloat16 rounds once at its end, in a mean written as sum / k twice.
         return x.dtype in (torch.float32, torch.float64) or (
             ops[0] is aten.amax.default and x.is_floating_point()
         )
@@ -182,8 +183,9 @@ class _Region:
 
     def pad(self, x: Node, extra: int, value: float = 0.0) -> Node:
         """A node at the padded extents by itself."""
-        if self._ctx.why_not_derivable(x) is None:  # the weight of a norm
-            return self._ctx.derive((x,), Padding((0, extra), value))
+        how = Padding((0, extra), value)
+        if self._ctx.why_not_derivable(x) is None and self._ctx.charge(((x,), how)) is None:
+            return self._ctx.derive((x,), how)  # the weight of a norm
         return _pad(x, extra, value, self._ctx)
 
     def copy(self, node: Node, new: dict[Node, Node], extra: int) -> Node:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.derivation import Derivation, Padding, Restride, after, derivation_of
+from compile_ext.passes.derivation import Derivation, Step, after, derivation_of
 from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.purity import aten_ops, is_pure
 from compile_ext.passes.readers import read_pad
@@ -30,7 +30,7 @@ class Result:
     """A tensor that is computed from parameters alone.
 
     Args:
-        node: the node that allocates it.
+        node: the node that allocates it; of a view (``of_view``), the view.
         nodes: what computes it, in graph order, itself and the writes into it included.
         writes: those of ``nodes`` that write into it.
         sources: the parameters, in the order of the graph's placeholders.
@@ -43,7 +43,7 @@ class Result:
     sources: list[Node]
     readers: list[Node]
 
-    def derivation(self, then: Padding | Restride | None = None) -> Derivation:
+    def derivation(self, then: Step | None = None) -> Derivation:
         """What computes it, and ``then`` of that."""
         if then is not None and not self.nodes:
             return then
@@ -98,8 +98,13 @@ class ParameterMath:
         ops = aten_ops(node, self._ctx.scopes)
         return ops is not None and is_pure(ops)
 
+    def _sharing(self, node: Node) -> list[Node]:
+        """The parameter nodes that live in the storage of ``node``."""
+        at = storage(node)
+        return [] if at is None else self._of_storage.get(at, [])
+
     def _is_made_here(self, node: Node) -> bool:
-        made = self._of_storage.get(storage(node) or -1, [])
+        made = self._sharing(node)
         return bool(made) and made[0].op != "placeholder"
 
     def result(self, node: Node) -> Result | None:
@@ -112,7 +117,7 @@ class ParameterMath:
     def _result(self, node: Node, writes: list[Node]) -> Result:
         nodes = sorted(self._needs([node, *writes]), key=self._order.__getitem__)
         inside = set(nodes)
-        views = self._of_storage.get(storage(node) or -1, [])
+        views = self._sharing(node)
         readers = [user for x in views for user in x.users if user not in inside]
         sources = [x for x in nodes if x.op == "placeholder"]
         return Result(node, [x for x in nodes if x not in sources], writes, sources, readers)
@@ -133,7 +138,7 @@ class ParameterMath:
         if any(storage(x) in self._written_outside for x in result.nodes):
             return "the graph writes the result"
         last = max((self._order[x] for x in result.writes), default=-1)
-        views = self._of_storage.get(storage(result.node) or -1, [])
+        views = self._sharing(result.node)
         for reader in (user for x in views for user in x.users):
             is_part = reader in result.writes or _is_view_of(reader, result.node)
             if not is_part and self._order.get(reader, last) < last:

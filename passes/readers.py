@@ -7,7 +7,6 @@ line here and one test.
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -240,9 +239,7 @@ def read_pad(node: Node) -> PadCall | None:
         return None
     if value is not None and not isinstance(value, (int, float)):
         return None
-    if math.copysign(1.0, value or 0) < 0 and value == 0:
-        return None  # -0.0 equals 0.0, and the two would share one constant
-    return PadCall(x, tuple(pad), value or 0)
+    return PadCall(x, tuple(pad), 0 if value is None else value)
 
 
 def read_transpose(node: Any) -> Node | None:
