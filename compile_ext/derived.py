@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compile_ext import homes
 from compile_ext.ops.errors import CaptureError
@@ -93,6 +94,13 @@ class Constant:
         return bool(self.stamps) and all(
             s.fits(x) for s, x in zip(self.stamps, sources, strict=True)
         )
+
+    def state(self) -> str:
+        """For people: how it is kept now."""
+        sources = [x for r in self.sources if (x := r()) is not None]
+        is_whole = len(sources) == len(self.sources)
+        is_stale = is_whole and bool(self.stamps) and not self.is_fresh(sources)
+        return "stale: the next call makes it anew" if is_stale else self.kind
 
 
 class Constants:
@@ -184,6 +192,12 @@ class Constants:
         else:
             constant.value = value
 
+    def drop(self, constant: Constant) -> None:
+        """Let go of a constant that no graph will ask for again."""
+        with _LOCK:
+            for key in [k for k, c in self._constants.items() if c is constant]:
+                self._constants.pop(key)
+
     def _forget(self, key: tuple[int, ...]) -> None:
         constant = self._constants.get(key)
         if constant is not None and any(r() is None for r in constant.sources):
@@ -205,7 +219,9 @@ def moving(device: torch.device) -> Iterator[None]:
     on the device, and finished when it ends. Outside inference mode: a tensor made inside it could
     not be refreshed outside."""
     is_cuda = device.type == "cuda"
-    with _LOCK, torch.inference_mode(False), torch.no_grad():
+    # Without the modes around the call: under a FakeTensorMode a real parameter would become fake.
+    plain = torch.inference_mode(False), torch.no_grad(), _disable_current_modes()
+    with _LOCK, plain[0], plain[1], plain[2]:
         if is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
@@ -222,7 +238,7 @@ def moving(device: torch.device) -> Iterator[None]:
 
 
 # A graph is compiled for one form of its parameters, so each form has its table.
-_Key = tuple[Derivation, bool, tuple[Any, ...]]
+_Key = tuple[Derivation, bool, torch.dtype, tuple[Any, ...]]
 _SHARED: weakref.WeakValueDictionary[_Key, Constants] = weakref.WeakValueDictionary()
 
 
@@ -230,7 +246,8 @@ def constants(derivation: Derivation, sources: Sequence[Tensor], rehome: bool = 
     """The constants of a derivation for parameters of the form of ``sources`` (dtype, shape,
     strides): shared by all graphs that use it, and freed with the last of them.
     """
-    key = derivation, rehome, tuple((x.dtype, tuple(x.shape), x.stride()) for x in sources)
+    forms = tuple((x.dtype, tuple(x.shape), x.stride()) for x in sources)
+    key = derivation, rehome, torch.get_default_dtype(), forms
     found = _SHARED.get(key)
     if found is None:
         _watch_optimizers()

@@ -94,7 +94,7 @@ def _row(entry: Entry, name: str, kinds: tuple[str, ...] = ()) -> Row:
 
 def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
     """How the constants of this weight are kept."""
-    return tuple(dict.fromkeys(c.kind for at, c in binding.constants if position in at))
+    return tuple(dict.fromkeys(c.state() for at, c in binding.constants if position in at))
 
 
 def _codes(target: Any) -> list[CodeType]:

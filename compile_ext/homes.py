@@ -20,14 +20,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compile_ext.passes.derivation import Derivation, Padding
 
-# parameter -> (its padded buffer, how it is padded); an entry dies with the parameter
+# parameter -> (its padded buffer, how it is padded, its shape then); an entry dies with the
+# parameter
 _HOMES = WeakIdKeyDictionary()
 
 
 def has_moved(p: Tensor) -> bool:
     """Whether p is the first part of a padded buffer."""
     home = _HOMES.get(p)
-    return home is not None and _lives_in(p, home[0])
+    return home is not None and _lives_in(p, home[0], home[2])
 
 
 def why_not(p: Tensor) -> str | None:
@@ -68,8 +69,8 @@ def find(p: Tensor, how: Padding) -> Tensor | None:
     home = _HOMES.get(p)
     if home is None:
         return None
-    buffer, made = home
-    if made.exact_value != how.exact_value or not _lives_in(p, buffer):
+    buffer, made, shape = home
+    if made.exact_value != how.exact_value or not _lives_in(p, buffer, shape):
         return None
     widths = how.widths(p.dim())
     wanted = [size + after for size, (_, after) in zip(p.shape, widths, strict=True)]
@@ -82,9 +83,10 @@ def find(p: Tensor, how: Padding) -> Tensor | None:
     return buffer.narrow(0, 0, wanted[0]) if wanted[0] < buffer.shape[0] else None
 
 
-def _lives_in(p: Tensor, buffer: Tensor) -> bool:
-    here = p.data_ptr(), p.stride(), p.dtype, p.device
-    return here == (buffer.data_ptr(), buffer.stride(), buffer.dtype, buffer.device)
+def _lives_in(p: Tensor, buffer: Tensor, shape: torch.Size) -> bool:
+    # Behind a p that has shrunk lies old data, not the pad.
+    here = p.data_ptr(), p.shape, p.stride(), p.dtype, p.device
+    return here == (buffer.data_ptr(), shape, buffer.stride(), buffer.dtype, buffer.device)
 
 
 def move(p: Tensor, how: Padding) -> Tensor:
@@ -95,7 +97,7 @@ def move(p: Tensor, how: Padding) -> Tensor:
     if home is not None and home[1].exact_value == how.exact_value and can_hold(home[0], buffer):
         buffer = home[0].copy_(buffer)
     p.data = _first_part(buffer, p.shape)
-    _HOMES[p] = buffer, how
+    _HOMES[p] = buffer, how, p.shape
     return buffer
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,11 +32,17 @@ def tensors_of(target: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(name, value)
 
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value: of a module its parameters and buffers, and plain attributes too."""
+def _tensors(
+    path: str, value: Any, around: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value: of a module its parameters and buffers, and plain attributes too.
+    ``around``: the ids of what holds it, for a child that keeps its parent in a list."""
     if isinstance(value, Tensor):
         yield path, value
+    elif id(value) in around:
+        return
     elif isinstance(value, nn.Module):
+        inside = around | {id(module) for module in value.modules()}
         for prefix, module in value.named_modules(remove_duplicate=False):
             here = _join(path, prefix.replace("_orig_mod.", "").removesuffix("_orig_mod"))
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -42,13 +50,13 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
                     yield _join(here, name), tensor
             for name, attribute in vars(module).items():
                 if not name.startswith("_"):
-                    yield from _tensors(_join(here, name), attribute)
+                    yield from _tensors(_join(here, name), attribute, inside)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from _tensors(_join(path, str(i)), item)
+            yield from _tensors(_join(path, str(i)), item, around | {id(value)})
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors(_join(path, str(key)), item)
+            yield from _tensors(_join(path, str(key)), item, around | {id(value)})
 
 
 def _join(*parts: str) -> str:
@@ -68,5 +76,13 @@ def roots_of(target: Any) -> dict[str, Any]:
     function = inspect.unwrap(target)
     if not inspect.isfunction(function):
         return dict(vars(target)) if hasattr(target, "__dict__") else {}
-    around = inspect.getclosurevars(function)
-    return {**around.globals, **around.nonlocals}
+    code = function.__code__
+    names = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {**names, **{n: v for n, cell in cells for v in _contents(cell)}}
+
+
+def _contents(cell: CellType) -> Iterator[Any]:
+    """What a cell holds; nothing before the variable is assigned."""
+    with contextlib.suppress(ValueError):
+        yield cell.cell_contents

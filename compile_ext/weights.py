@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from compile_ext import derived, homes, records
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import Constant
+from compile_ext.ops.errors import CompileExtError
 from compile_ext.passes.derivation import Derivation, Padding
 from compile_ext.tensors import names_of, original, tensors_of
 
@@ -28,6 +29,9 @@ def refresh(model: Any) -> int:
 
     Returns:
         how many constants there were.
+
+    Raises:
+        CompileExtError: there is no tensor in ``model``.
     """
     return derived.refresh(_weights(model))
 
@@ -62,6 +66,8 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
                 for p in _only_source(constant):
                     name = names.get(id(p), "?")
                     found[name] = _move(p, table.derivation) or found.get(name, "re-homed")
+                table.drop(constant)  # of the form that the weights had: a copy where K is padded
+            record.bindings.clear()
     return found
 
 
@@ -100,6 +106,9 @@ def restore(model: Any) -> int:
 
     Returns:
         how many weights moved.
+
+    Raises:
+        CompileExtError: there is no tensor in ``model``.
     """
     moved = 0
     for p in _weights(model):
@@ -111,4 +120,12 @@ def restore(model: Any) -> int:
 
 def _weights(model: Any) -> list[Tensor]:
     """Each tensor of a model once."""
-    return list({id(x): x for _, x in tensors_of(original(model))}.values())
+    found = list({id(x): x for _, x in tensors_of(original(model))}.values())
+    if not found:
+        raise CompileExtError(
+            "compile_ext.refresh, prepare, restore",
+            f"a {type(model).__name__} without tensors",
+            "an nn.Module, what torch.compile returned for one, or a function that uses one",
+            "pass the model itself",
+        )
+    return found

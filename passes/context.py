@@ -144,6 +144,10 @@ class PassContext:
             return True
         return any(storage(self._root(i)) in self._written for i in self.root_inputs(node))
 
+    def is_branch(self, graph: Graph) -> bool:
+        """Whether a graph is the body of an op that runs one body or another."""
+        return any(call.name == "cond" for call in self._scope_of[graph].calls)
+
     def is_leaving(self, node: Node) -> bool:
         """Whether the graph hands out the storage of ``node``."""
         return storage(node) in self._leaving

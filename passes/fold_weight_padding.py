@@ -4,8 +4,9 @@
     after:  y = op(pad_k(x), w', scale', bias')[:, :N]    w', ... are extra inputs
 
 w', scale', bias' are derived constants (``compile_ext.derived``); the activation is padded where it
-is computed (``pad_activation.py``), the output is a view where no reader can tell, else a copy
-(``cut_output.py``). A weight whose address or strides break the contract becomes a copy that fits.
+is computed (``padding/pad_activation.py``), the output is a view where no reader can tell, else a
+copy (``padding/cut_output.py``). A weight whose address or strides break the contract becomes a
+copy that fits (``padding/fit_memory.py``).
 Legal: the weight is computed from parameters and buffers alone, nothing in the graph writes them,
 and no gradient is needed.
 Bails: an activation weight, a symbolic N or K, an argument whose padded axis is ambiguous.
@@ -17,13 +18,13 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from compile_ext.ops.contract import Gemm
-from compile_ext.passes.alignment import Widths, argument_widths, growth
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.cut_output import cut_output
 from compile_ext.passes.derivation import Derivation, Padding
 from compile_ext.passes.derived_inputs import Sources
-from compile_ext.passes.fit_memory import fit_memory
-from compile_ext.passes.pad_activation import pad_activation
+from compile_ext.passes.padding.alignment import Widths, argument_widths, growth
+from compile_ext.passes.padding.cut_output import cut_output
+from compile_ext.passes.padding.fit_memory import fit_memory
+from compile_ext.passes.padding.pad_activation import pad_activation
 from compile_ext.passes.parameter_math import LazyParameterMath
 from compile_ext.passes.readers import OpCall, read_call, read_transpose
 from compile_ext.passes.values import tensor

@@ -50,13 +50,49 @@ def run_on_fakes(
     """The result of such a call, with ``values`` in the place of these nodes, and its ATen ops."""
     if node.op not in ("call_function", "call_method") or written_arguments(node):
         return None
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) or not _is_known(node.target):
         return None
     recorder = _Recorder()
     args, kwargs = substitute(node.args, values or {}), substitute(node.kwargs, values or {})
     value = call_on_fakes(node, args, kwargs, fake_mode(scopes), recorder)
     ops = recorder.ops
     return (value, ops) if all(op.namespace in _ATEN for op in ops) else None
+
+
+def _is_known(target: Any) -> bool:
+    """A method or a function of torch or Python; any other (``allow_in_graph``) may hold state."""
+    module = getattr(target, "__module__", None) or "torch"
+    return isinstance(target, str) or module.split(".")[0] in ("torch", "_operator", "builtins")
+
+
+def cannot_fail(ops: Sequence[OpOverload]) -> bool:
+    """Whatever the values are: a branch that is not taken may invert a singular matrix."""
+    return all(
+        torch.Tag.pointwise in op.tags
+        or torch.Tag.reduction in op.tags
+        or op.is_view
+        or op._schema.name in _CANNOT_FAIL
+        for op in ops
+    )
+
+
+_CANNOT_FAIL = {
+    f"aten::{name}"
+    for name in (
+        *(
+            "_to_copy",
+            "cat",
+            "clone",
+            "constant_pad_nd",
+            "full",
+            "mm",
+            "new_zeros",
+            "repeat",
+            "stack",
+        ),
+        "zeros",
+    )
+}
 
 
 def is_pure(ops: Sequence[OpOverload]) -> bool:

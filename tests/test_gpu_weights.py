@@ -21,7 +21,6 @@ from compile_ext.ops.block_scaled_mm import block_scaled_mm_ref
 from compile_ext.ops.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
-DTYPE = torch.float8_e4m3fn
 
 
 class Mlp(nn.Module):
@@ -147,8 +146,8 @@ def test_refresh_is_complete_for_every_stream_and_thread() -> None:
             for _ in range(5):
                 try:
                     agree(compiled(x), model, x)
-                except AssertionError as error:
-                    wrong.append(str(error))
+                except Exception as error:
+                    wrong.append(repr(error))
 
     for _ in range(10):
         with torch.no_grad():
