@@ -76,23 +76,8 @@ def cannot_fail(ops: Sequence[OpOverload]) -> bool:
     )
 
 
-_CANNOT_FAIL = {
-    f"aten::{name}"
-    for name in (
-        *(
-            "_to_copy",
-            "cat",
-            "clone",
-            "constant_pad_nd",
-            "full",
-            "mm",
-            "new_zeros",
-            "repeat",
-            "stack",
-        ),
-        "zeros",
-    )
-}
+_COPIES = ("_to_copy", "cat", "clone", "constant_pad_nd", "repeat", "stack")
+_CANNOT_FAIL = {f"aten::{name}" for name in (*_COPIES, "full", "mm", "new_zeros", "zeros")}
 
 
 def is_pure(ops: Sequence[OpOverload]) -> bool:
