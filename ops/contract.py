@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+from compile_ext.ops.errors import ContractError
+
 Layout = Literal["nt", "nn"]
 Predicate = Callable[..., bool]
 
@@ -128,6 +130,38 @@ def _freeze(owner: Any, name: str) -> None:
     value = getattr(owner, name)
     if isinstance(value, Mapping):
         object.__setattr__(owner, name, MappingProxyType(dict(value)))
+
+
+def is_unread(
+    op: OpOverload, contract: OpContract, name: str, arguments: Mapping[str, Any]
+) -> bool:
+    """Whether a call leaves the argument ``name`` unread, as the contract's predicate says.
+
+    Args:
+        arguments: all arguments of the call by schema name, tensors as fakes.
+
+    Raises:
+        ContractError: the predicate raises, or gives something else than a bool.
+    """
+    where = f"unread[{name!r}] of the contract of {op}"
+    wanted = "True or False for the call's arguments by name"
+    try:
+        says = contract.unread[name](**arguments)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise ContractError(where, found, wanted, "mend the predicate") from error
+    if not isinstance(says, bool):
+        found = f"a {type(says).__name__}"
+        raise ContractError(where, found, wanted, "return a bool; fakes hold no data to look at")
+    return says
+
+
+def is_optional(op: OpOverload, name: str) -> bool:
+    """Whether the schema says ``Tensor?``. Never by trying: None for a plain Tensor seems to work
+    with a Python kernel, and is wrong.
+    """
+    argument = next(a for a in op._schema.arguments if a.name == name)
+    return isinstance(argument.type, torch.OptionalType)
 
 
 def m_of(a: torch.Tensor) -> int | torch.SymInt:

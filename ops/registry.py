@@ -64,6 +64,12 @@ def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
             "leave 'n' out of align",
         )
     for name, predicate in contract.unread.items():
+        if _is_written(op, name):
+            yield (
+                f"unread argument {name!r}, which the schema mutates",
+                "an argument that the op does not write",
+                "declare it in overwritten",
+            )
         if not callable(predicate):
             yield (
                 f"unread[{name!r}] = {predicate!r}",
@@ -130,13 +136,17 @@ def _name_faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:
                 "leave it out",
             )
     for name in contract.overwritten:
-        info = schema[name].alias_info
-        if info is None or not info.is_write:
+        if not _is_written(op, name):
             yield (
                 f"overwritten argument {name!r}, which the schema does not mutate",
                 "an argument declared like Tensor(a!)",
                 f"declare it mutable in {op._schema}",
             )
+
+
+def _is_written(op: OpOverload, name: str) -> bool:
+    info = next(a.alias_info for a in op._schema.arguments if a.name == name)
+    return info is not None and bool(info.is_write)
 
 
 def _gemm_faults(gemm: Gemm, contract: OpContract) -> Iterator[Fault]:

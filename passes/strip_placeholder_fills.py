@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_ext.ops.errors import ContractError
+from compile_ext.ops.contract import is_optional, is_unread
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.readers import OpCall, is_empty, is_fill, read_call
 from compile_ext.passes.values import fakes, is_static, storage, tensor
@@ -43,41 +43,19 @@ def _strip_argument(call: OpCall, name: str, ctx: PassContext) -> None:
     value = call.arguments[name]
     if not isinstance(value, Node):
         return  # None: nothing is handed over
-    if not _is_unread(call, name):
+    if not is_unread(call.op, call.contract, name, fakes(call.arguments)):
         ctx.skipped(call.node, f"{name} is read")
         return
     reason = ctx.stand_back(call.node)
-    if reason is None and not _is_optional(call, name):
+    if reason is None and not is_optional(call.op, name):
         reason = _why_no_empty(name, value)
     if reason:
         ctx.skipped(call.node, reason)
         return
-    replacement = None if _is_optional(call, name) else _empty_like(call.node, value, ctx)
+    replacement = None if is_optional(call.op, name) else _empty_like(call.node, value, ctx)
     ctx.rewrite(call, {name: replacement})
     became = "None" if replacement is None else "uninitialised"
     ctx.fired(call.node, f"{name} is not read: {became}")
-
-
-def _is_unread(call: OpCall, name: str) -> bool:
-    where = f"unread[{name!r}] of the contract of {call.op}"
-    wanted = "True or False for the call's arguments by name"
-    try:
-        says = call.contract.unread[name](**fakes(call.arguments))
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise ContractError(where, found, wanted, "mend the predicate") from error
-    if not isinstance(says, bool):
-        found = f"a {type(says).__name__}"
-        raise ContractError(where, found, wanted, "return a bool; fakes hold no data to look at")
-    return says
-
-
-def _is_optional(call: OpCall, name: str) -> bool:
-    """Read from the schema: None for a plain Tensor argument seems to work with a Python kernel,
-    and is wrong.
-    """
-    argument = next(a for a in call.op._schema.arguments if a.name == name)
-    return isinstance(argument.type, torch.OptionalType)
 
 
 def _why_no_empty(name: str, value: Node) -> str | None:

@@ -90,6 +90,9 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
     "unread_no_predicate": (
         OpContract(unread={"scale": True}),  # type: ignore[dict-item]
         "unread['scale'] = True", "predicate", "write unread={'scale': lambda **_: True}"),
+    "unread_mutable": (
+        OpContract(unread={"out": lambda **_: True}),
+        "unread argument 'out', which the schema mutates", "does not write", "in overwritten"),
     "overwritten_immutable": (
         OpContract(overwritten=("x",)),
         "overwritten argument 'x', which the schema does not mutate", "Tensor(a!)", "mutable in"),
