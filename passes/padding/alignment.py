@@ -48,13 +48,15 @@ def _widths(
     widths: Widths = {}
     for dim, spec in ((d, a.pads()[name]) for d, a in align.items() if name in a.pad):
         one = all(is_static(s) and s == 1 for s in found.shape)
-        if one and name in (gemm.scale_a, gemm.scale_b):
-            continue  # one scale for the whole tensor
         blocks = -(-int(sizes[dim]) // spec.block)
+        extra = -(-(int(sizes[dim]) + grow[dim]) // spec.block) - blocks
+        # One scale for the whole tensor stays; the scale of its only block gets a second one.
+        is_only_block = spec.block > 1 and blocks == 1 and extra > 0
+        if one and name in (gemm.scale_a, gemm.scale_b) and not is_only_block:
+            continue
         axis = _axis(name, found.shape, gemm, dim, spec, blocks)
         if isinstance(axis, str):
             return axis
-        extra = -(-(int(sizes[dim]) + grow[dim]) // spec.block) - blocks
         if extra:
             widths[axis] = (extra, spec.value)
     if len({v for _, v in widths.values()}) > 1:

@@ -1,0 +1,112 @@
+"""Before any claim: the op is deterministic, writes what its schema says, and owns its results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_ext.ops.errors import CompileExtError
+from compile_ext.testing.isolated import Outcome
+from compile_ext.testing.claims_align import aligned_arguments
+from compile_ext.testing.compare import bits_differ
+from compile_ext.testing.memory import as_bytes, covered, storage_id, tensors_in
+from compile_ext.testing.messages import Raised
+from compile_ext.testing.report import PROVED, Claim
+from compile_ext.testing.trial import ClaimError, Trial, passed_on
+
+
+def prove_clean(trial: Trial) -> list[Claim]:
+    """Run it twice, which sets ``trial.clean``.
+
+    Where the op refuses inputs that are not aligned, the trial goes on with aligned ones.
+
+    Raises:
+        ClaimError: the two runs differ, an argument changed, a result lies in an argument.
+        Exception: whatever the op raised.
+    """
+    first = _first_run(trial)
+    second = trial.run("second clean run")
+    if isinstance(second, Raised):
+        raise passed_on(second)
+    difference = trial.first_difference(second, first)
+    if difference is not None:
+        name, found = difference
+        raise ClaimError(
+            trial.where,
+            f"two clean runs that differ: {name} {found.found} in the second",
+            f"{found.wanted} as in the first; an op that is not deterministic for these inputs"
+            " cannot be proved anything about",
+            "take inputs or a mode for which it is deterministic",
+        )
+    trial.clean = first
+    refuse_writes(trial, "clean run", trial.arguments, first)
+    _refuse_shared_results(trial, first)
+    how = "two runs give equal bits, undeclared arguments stay, no result lies in an argument"
+    return [Claim("schema", PROVED, how)]
+
+
+def _first_run(trial: Trial) -> Outcome:
+    first = trial.run("clean run")
+    if isinstance(first, Outcome):
+        return first
+    aligned = aligned_arguments(trial)
+    if aligned is None or not isinstance(first.error, (CompileExtError, RuntimeError)):
+        raise passed_on(first)
+    changes, what = aligned
+    again = trial.run(f"clean run, {what}", changes)
+    if isinstance(again, Raised):
+        raise passed_on(first)
+    trial.arguments |= changes
+    trial.notes.append(f"the op refuses these inputs; all runs are with {what} ({first.text})")
+    return again
+
+
+def refuse_writes(trial: Trial, label: str, before: dict[str, object], after: Outcome) -> None:
+    """Raises ClaimError where a run changed memory of an argument that its schema does not let it
+    write; the memory around the elements counts."""
+    fix = "declare it mutable in the schema, like Tensor(a!), or do not write it"
+    written: dict[int, Tensor] = {}  # storage -> the bytes that the op may write
+    for name in trial.written:
+        for x in tensors_in(before[name]):
+            at = storage_id(x)
+            written[at] = written[at] | covered(x) if at in written else covered(x)
+    for name, value in before.items():
+        for x, y in zip(tensors_in(value), tensors_in(after.arguments[name]), strict=True):
+            may = written.get(storage_id(x))
+            found = bits_differ(y, x) if may is None else None
+            if found is not None:
+                what = f"{label}: argument {name!r} was written, and {found.found}"
+                raise ClaimError(trial.where, what, f"{found.wanted} as before the call", fix)
+            changed = as_bytes(x) != as_bytes(y)
+            changed = changed if may is None else changed & ~may
+            if changed.any():
+                at = int(changed.nonzero()[0]) - x.storage_offset() * x.element_size()
+                what = f"{label}: memory outside of argument {name!r} was written, at byte {at}"
+                fix = "write inside of the tensor only"
+                raise ClaimError(trial.where, f"{what} from its start", "no such write", fix)
+
+
+def _refuse_shared_results(trial: Trial, clean: Outcome) -> None:
+    returns, schema = trial.op._schema.returns, trial.op._schema.arguments
+    results = clean.results if isinstance(clean.results, tuple) else (clean.results,)
+    for i, result in enumerate(results if len(returns) > 1 else (clean.results,)):
+        said = returns[i].alias_info if i < len(returns) else None
+        mine = {storage_id(x) for x in tensors_in(result) if x.numel()}
+        sharing = [
+            a for a in schema if mine & {storage_id(x) for x in tensors_in(clean.arguments[a.name])}
+        ]
+        if sharing and not any(_may_alias(said, a.alias_info) for a in sharing):
+            name = "result" if len(returns) == 1 else f"result[{i}]"
+            raise ClaimError(
+                trial.where,
+                f"clean run: {name} lies in the memory of argument {sharing[0].name!r}",
+                "a result of its own, as the schema says",
+                "clone() it, or declare the alias in the schema, like Tensor(a) -> Tensor(a)",
+            )
+
+
+def _may_alias(result: torch._C._AliasInfo | None, argument: torch._C._AliasInfo | None) -> bool:
+    if result is None or argument is None:
+        return False
+    # A list's own set is empty: those of its elements are not shown.
+    return not result.before_set or bool(set(result.before_set) & set(argument.before_set))

@@ -1,0 +1,58 @@
+"""What ``check_contract`` found: one line for each claim of the contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PROVED: Literal["proved"] = "proved"
+NOT_EXERCISED: Literal["not exercised"] = "not exercised"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim, and what came of it. A claim that is false is an error instead.
+
+    Args:
+        name: as the contract writes it: ``unread['scale']``.
+        status: ``proved``, for the inputs that were given; or ``not exercised`` by them.
+        how: what was run and compared; or the reason.
+    """
+
+    name: str
+    status: Literal["proved", "not exercised"]
+    how: str
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """Every claim of one contract, as proved or as not exercised with the reason.
+
+    Args:
+        op: the overload's name.
+        claims: in the order in which they were looked at.
+        notes: what else a reader has to know of the run.
+        runs: how often the op ran.
+    """
+
+    op: str
+    claims: tuple[Claim, ...]
+    notes: tuple[str, ...]
+    runs: int
+
+    @property
+    def proved(self) -> tuple[str, ...]:
+        """The names of the claims that were proved."""
+        return tuple(c.name for c in self.claims if c.status == PROVED)
+
+    @property
+    def not_exercised(self) -> dict[str, str]:
+        """The names of the claims that these inputs do not exercise, each with the reason."""
+        return {c.name: c.how for c in self.claims if c.status == NOT_EXERCISED}
+
+    def __str__(self) -> str:
+        counts = f"{len(self.proved)} proved, {len(self.not_exercised)} not exercised"
+        width = max((len(c.name) for c in self.claims), default=0)
+        lines = [f"  {c.status:<13}  {c.name:<{width}}  {c.how}" for c in self.claims]
+        notes = [f"  note: {note}" for note in self.notes]
+        return "\n".join([f"{self.op}: {counts}, in {self.runs} runs", *lines, *notes])

@@ -1,0 +1,150 @@
+"""What the proofs of all claims share: the call, the child that runs it, and the clean run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._ops import OpOverload
+
+from compile_ext.ops.contract import OpContract
+from compile_ext.ops.errors import ContractError
+from compile_ext.testing.arguments import Arguments, Devices
+from compile_ext.testing.compare import Difference, bits_differ, tolerance, values_differ
+from compile_ext.testing.isolated import Isolated, Outcome
+from compile_ext.testing.memory import storage_id, tensors_in
+from compile_ext.testing.messages import Raised
+
+
+class ClaimError(ContractError):
+    """A claim of a contract is false: running the op shows it."""
+
+
+class _NoException(Exception):
+    """Stands for an exception that could not be handed over, and shows its trace as the cause."""
+
+
+@dataclass
+class Trial:
+    """One op on one set of inputs.
+
+    Args:
+        arguments: by schema name; tensors on the CPU, laid out as the caller's.
+        devices: where the tensors of each argument belong.
+        clean: the first clean run, once there was one.
+        notes: for the report.
+    """
+
+    op: OpOverload
+    contract: OpContract
+    arguments: Arguments
+    devices: Devices
+    child: Isolated
+    where: str
+    clean: Outcome | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        schema = self.op._schema.arguments
+        self.written = {a.name for a in schema if a.alias_info and a.alias_info.is_write}
+
+    @property
+    def baseline(self) -> Outcome:
+        assert self.clean is not None  # the clean run comes first
+        return self.clean
+
+    @property
+    def on_cuda(self) -> bool:
+        return any(d.startswith("cuda") for ds in self.devices.values() for d in ds)
+
+    def run(
+        self,
+        label: str,
+        changes: Mapping[str, Any] | None = None,
+        op: OpOverload | None = None,
+        late: str = "",
+    ) -> Outcome | Raised:
+        """Run the op with some arguments changed; ``late`` as in ``messages.Request``."""
+        arguments = {**self.arguments, **(changes or {})}
+        return self.child.run(label, op or self.op, arguments, self.devices_of(arguments), late)
+
+    def devices_of(self, arguments: Arguments) -> list[str]:
+        """Of the tensors in ``arguments``, in their order. An argument may have become None."""
+        return [
+            device
+            for name, value in arguments.items()
+            for _, device in zip(tensors_in(value), self.devices[name], strict=False)
+        ]
+
+    def outputs(self, outcome: Outcome) -> dict[str, Any]:
+        """Everything that a run gives, by what messages call it: results, written arguments."""
+        paths, _ = pytree.tree_flatten_with_path(outcome.results)
+        found = {f"result{pytree.keystr(path)}": leaf for path, leaf in paths}
+        for name in outcome.arguments:
+            if name in self.written:
+                leaves, _ = pytree.tree_flatten_with_path(outcome.arguments[name])
+                texts = {f"argument {name!r}{pytree.keystr(p)}": leaf for p, leaf in leaves}
+                found |= texts
+        return found
+
+    def first_difference(
+        self, got: Outcome, want: Outcome, *, close: bool = False
+    ) -> tuple[str, Difference] | None:
+        """The first output that differs in a bit, or where ``close`` by more than rounding."""
+        left, right = self.outputs(got), self.outputs(want)
+        if left.keys() != right.keys():
+            return "the op", Difference(f"returns {list(left)}", str(list(right)))
+        for name, x in left.items():
+            y = right[name]
+            if close:
+                found = values_differ(x, y, self.tolerance_of(y))
+            else:
+                found = bits_differ(x, y)
+            if found is not None:
+                return name, found
+        return None
+
+    def tolerance_of(self, result: Any) -> float:
+        device = "cuda" if self.on_cuda else "cpu"
+        return tolerance(result, tensors_in(self.arguments), device)
+
+    def require_same(
+        self, label: str, got: Outcome | Raised, want: Outcome, fix: str, *, close: bool = False
+    ) -> Outcome:
+        """Raises ClaimError where ``got`` is not what the clean run ``want`` gave."""
+        if isinstance(got, Raised):
+            found = f"{label}: the op raises {got.text}"
+            raise ClaimError(self.where, found, "what the clean run returns", fix) from got.error
+        difference = self.first_difference(got, want, close=close)
+        if difference is None:
+            return got
+        name, found = difference
+        how = "within rounding" if close else "bit for bit"
+        raise ClaimError(
+            self.where, f"{label}: {name} {found.found}", f"{found.wanted} {how}", fix
+        )
+
+    def shares_written_memory(self, name: str) -> str | None:
+        """Another argument that lies in the same storage, where the op writes one of the two. A
+        copy of one alone would be another call."""
+        mine = {storage_id(x) for x in tensors_in(self.arguments[name])}
+        for other, value in self.arguments.items():
+            if other != name and (name in self.written or other in self.written):
+                if mine & {storage_id(x) for x in tensors_in(value)}:
+                    return other
+        return None
+
+    def tensor(self, name: str) -> Tensor | None:
+        value = self.arguments[name]
+        return value if isinstance(value, Tensor) else None
+
+
+def passed_on(raised: Raised) -> Exception:
+    """The op's own exception, with the child's trace as its cause."""
+    cause = _NoException(f"in the child process:\n{raised.trace}")
+    error = raised.error or RuntimeError(raised.text)
+    error.__cause__ = cause
+    return error
