@@ -53,10 +53,11 @@ def compile_ext_backend(
     parsed = Options.parse(mode, options)
     start = time.perf_counter()
     cost = homes.cost if parsed.rehome else homes.cost_in_place
-    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, cost)
+    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, cost, parsed.poison)
     run_passes(ctx, parsed.disable)
 
-    tables = tuple(_table(d, inputs, parsed.rehome) for d in ctx.derived.inputs())
+    derived = zip(ctx.derived.inputs(), ctx.derived.fakes(), strict=True)
+    tables = tuple(_table(d, inputs, parsed.rehome, fake.device) for d, fake in derived)
     # Fakes stand in for the constants: a real tensor that Dynamo has not seen would get symbols of
     # its own for its sizes under dynamic=True, and nothing is computed before the first call.
     compiled = compile_inner(ctx.root, [*inputs, *ctx.derived.fakes()], parsed, name)
@@ -67,16 +68,19 @@ def compile_ext_backend(
     compile_id = str(CompileContext.current_compile_id())
     record = records.GraphRecord(ctx.report, _place(gm), weights, tables, seconds, compile_id)
     records.add(record)
-    if not weights and not parsed.check:  # nothing to hand in, nothing to name: nothing in between
+    # Nothing to hand in, nothing to name: nothing in between.
+    if not weights and not tables and not parsed.check:
         records.keep(record, compiled)
         return compiled
     run = _with_constants(compiled, record)
     return checked(run, copy_module(gm), ctx, record) if parsed.check else run
 
 
-def _table(derived: DerivedInput, inputs: Sequence[Any], rehome: bool) -> Table:
+def _table(
+    derived: DerivedInput, inputs: Sequence[Any], rehome: bool, device: torch.device
+) -> Table:
     sources = [inputs[i] for i in derived.sources]
-    return derived.sources, constants(derived.derivation, sources, rehome)
+    return derived.sources, constants(derived.derivation, sources, rehome, device)
 
 
 def _with_constants(compiled: Compiled, record: records.GraphRecord) -> Compiled:

@@ -58,8 +58,9 @@ class Binding:
         made = [(at, table.of([args[i] for i in at])) for at, table in self._tables]
         values = [constant.value for _, constant in made]
         is_fresh: Check = _never
-        if all(constant.stamps for _, constant in made):
-            is_fresh = _check([x for at, c in made for x in zip(at, c.stamps, strict=True)])
+        stamps = [(at, constant.stamps) for at, constant in made]
+        if all(found is not None for _, found in stamps):
+            is_fresh = _check([x for at, s in stamps for x in zip(at, s or (), strict=True)])
         # What explain shows: each constant, and for which form of the weights.
         self.constants = made
         self.forms = [form(x) for r in self.weights if (x := r()) is not None]

@@ -21,7 +21,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from compile_ext.ops.errors import CheckError
 from compile_ext.passes import PassContext
 from compile_ext.passes.context import module_hint
-from compile_ext.passes.readers import is_empty, op_name, read_call
+from compile_ext.passes.op_calls import read_call
+from compile_ext.passes.readers import is_empty, op_name
 from compile_ext.passes.values import dtype_name
 from compile_ext.records import GraphRecord
 

@@ -1,4 +1,5 @@
-"""Derived constants: tensors computed from parameters, kept fresh, belonging to the parameters.
+"""Derived constants: tensors computed from parameters, kept fresh, belonging to the parameters; and
+those that come from none, which belong to the graphs that read them.
 
 One compiled graph serves many parameters (eight layers under ``layer.compile()``, two instances of
 a class), and one parameter may be read by many graphs (M == 1 and dynamic M). So a constant is
@@ -76,7 +77,7 @@ class Constant:
     """A derived tensor.
 
     ``value`` is what the graph gets (None before the first refresh), ``stamps`` has one for each
-    source (none for sources that cannot be watched), ``kind`` says how it is kept.
+    source (None where they cannot be watched), ``kind`` says how it is kept.
 
     Args:
         sources: the parameters, weakly.
@@ -87,11 +88,11 @@ class Constant:
     def __init__(self, sources: tuple[weakref.ref[Tensor], ...]) -> None:
         self.sources = sources
         self.value: Tensor | None = None
-        self.stamps: list[Stamp] = []
+        self.stamps: list[Stamp] | None = None
         self.kind = ""
 
     def is_fresh(self, sources: Sequence[Tensor]) -> bool:
-        return bool(self.stamps) and all(
+        return self.stamps is not None and all(
             s.fits(x) for s, x in zip(self.stamps, sources, strict=True)
         )
 
@@ -99,7 +100,7 @@ class Constant:
         """For people: how it is kept now."""
         sources = [x for r in self.sources if (x := r()) is not None]
         is_whole = len(sources) == len(self.sources)
-        is_stale = is_whole and bool(self.stamps) and not self.is_fresh(sources)
+        is_stale = is_whole and self.stamps is not None and not self.is_fresh(sources)
         return "stale: the next call makes it anew" if is_stale else self.kind
 
 
@@ -109,10 +110,14 @@ class Constants:
     Args:
         derivation: what computes them.
         rehome: whether a parameter may move into its padded buffer.
+        device: where they lie, of a derivation that has no sources.
     """
 
-    def __init__(self, derivation: Derivation, rehome: bool = True) -> None:
+    def __init__(
+        self, derivation: Derivation, rehome: bool = True, device: torch.device | None = None
+    ) -> None:
         self.derivation, self.rehome = derivation, rehome
+        self.device = device or torch.device("cpu")
         self.refreshes = 0  # computations so far, the first of each constant included
         self._constants: dict[tuple[int, ...], Constant] = {}
 
@@ -145,15 +150,15 @@ class Constants:
         with _LOCK:
             found = [c for key, c in list(self._constants.items()) if id(source) in key]
             for constant in found:
-                for stamp in constant.stamps:
+                for stamp in constant.stamps or ():
                     if stamp.version is not None:
                         stamp.expire()
             return found
 
     def _refresh(self, constant: Constant, sources: Sequence[Tensor]) -> None:
-        with moving(sources[0].device):
+        with moving(sources[0].device if sources else self.device):
             if not all(map(is_watchable, sources)):
-                constant.value, constant.stamps = self.derivation(*sources), []
+                constant.value, constant.stamps = self.derivation(*sources), None
                 constant.kind = "computed on each call: an inference tensor has no version counter"
                 return
             self.refreshes += 1
@@ -173,9 +178,10 @@ class Constants:
         constant.stamps = stamps  # last, when the work is done: others may look without the lock
 
     def _home(self, sources: Sequence[Tensor]) -> tuple[Tensor | None, str]:
-        how, p = self.derivation, sources[0]
+        how = self.derivation
         if not isinstance(how, Padding):
             return None, "it is computed"
+        p = sources[0]
         found = homes.find(p, how)
         if found is not None:
             return found, ""
@@ -242,16 +248,22 @@ _Key = tuple[Derivation, bool, torch.dtype, tuple[Any, ...]]
 _SHARED: weakref.WeakValueDictionary[_Key, Constants] = weakref.WeakValueDictionary()
 
 
-def constants(derivation: Derivation, sources: Sequence[Tensor], rehome: bool = True) -> Constants:
+def constants(
+    derivation: Derivation,
+    sources: Sequence[Tensor],
+    rehome: bool = True,
+    device: torch.device | None = None,
+) -> Constants:
     """The constants of a derivation for parameters of the form of ``sources`` (dtype, shape,
-    strides): shared by all graphs that use it, and freed with the last of them.
+    strides): shared by all graphs that use it, and freed with the last of them. ``device``: where
+    the one lies that has no sources.
     """
     forms = tuple((x.dtype, tuple(x.shape), x.stride()) for x in sources)
     key = derivation, rehome, torch.get_default_dtype(), forms
     found = _SHARED.get(key)
     if found is None:
         _watch_optimizers()
-        found = _SHARED[key] = Constants(derivation, rehome)
+        found = _SHARED[key] = Constants(derivation, rehome, device)
     return found
 
 

@@ -22,6 +22,8 @@ OWN_OPTIONS = {
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
     "compile_ext.memory_budget": "bytes for what is computed from weights once (default: pads, and"
     " other results up to 1/8 of the weights)",
+    "compile_ext.poison": "True: what an op does not read or overwrites is NaN, so that a false"
+    " contract shows",
     "compile_ext.rehome": "False: weights keep their address, and a padded one is held twice",
     "compile_ext.mode": f"the mode, which torch refuses beside options: {', '.join(MODES)}",
 }
@@ -37,6 +39,7 @@ class Options:
         check: compare the original and the rewritten graph on the first call.
         inner: what compiles the rewritten graph.
         memory_budget: bytes for derived constants, or None for the default.
+        poison: whether what an op does not read, or overwrites, is NaN.
         rehome: whether a parameter may move into its padded buffer.
         inductor: Inductor's config patches, from the mode and from the options without our prefix.
     """
@@ -45,6 +48,7 @@ class Options:
     check: bool = False
     inner: str = "inductor"
     memory_budget: int | None = None
+    poison: bool = False
     rehome: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
 
@@ -85,6 +89,7 @@ class Options:
             check=_flag(own, "compile_ext.check", False),
             inner=inner,
             memory_budget=budget,
+            poison=_flag(own, "compile_ext.poison", False),
             rehome=_flag(own, "compile_ext.rehome", True),
             inductor=_inductor(mode, rest) if inner == "inductor" else {},
         )

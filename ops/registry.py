@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch._ops import OpOverload
 
+from compile_ext.ops import third_party
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import ContractError
 
@@ -15,6 +16,7 @@ from compile_ext.ops.errors import ContractError
 Fault = tuple[str, str, str]
 
 _CONTRACTS: dict[OpOverload, OpContract] = {}
+_MISFITS: dict[OpOverload, str] = {}
 
 
 def register_contract(op: OpOverload, contract: OpContract) -> None:
@@ -40,8 +42,29 @@ def register_contract(op: OpOverload, contract: OpContract) -> None:
 
 
 def contract_of(op: OpOverload) -> OpContract | None:
-    """The contract declared for ``op``, or None."""
-    return _CONTRACTS.get(op)
+    """The contract declared for ``op``, or else the one that this package has for an op of another
+    package by that name (``third_party.py``), or None.
+    """
+    return _CONTRACTS.get(op) or _third_party(op)
+
+
+def why_no_contract(op: OpOverload) -> str | None:
+    """Why the contract that this package has for an op of another package is not used: the version
+    that is installed has another schema. None for all other ops.
+    """
+    return _MISFITS.get(op)
+
+
+def _third_party(op: OpOverload) -> OpContract | None:
+    contract = third_party.CONTRACTS.get(f"{op._schema.name}.{op._overloadname}")
+    if contract is None or op in _MISFITS:
+        return None
+    fault = next(_faults(op, contract), None)
+    if fault is not None:
+        _MISFITS[op] = f"the contract known for it does not fit: found {fault[0]}"
+        return None
+    _CONTRACTS[op] = contract
+    return contract
 
 
 def _faults(op: OpOverload, contract: OpContract) -> Iterator[Fault]:

@@ -15,6 +15,9 @@ from compile_ext.passes.derivation import Chain, Derivation, Program
 # Of the bytes of the graph's parameters and buffers. A router weight in float32 is far below
 # (0.1 % of a layer of DeepSeek-V3); a second copy of a layer's largest weight is above.
 DEFAULT_SHARE = 1 / 8
+# A constant that comes from no parameter, up to this size: a unit scale has 4 bytes, and a model
+# without weights in its graph would have no budget for it.
+SMALL_BYTES = 4096
 
 
 @dataclass(eq=False)
@@ -45,9 +48,11 @@ class Budget:
         self._paid.update(new)
         return None
 
-    def is_free(self, how: Derivation) -> bool:
+    def is_free(self, how: Derivation, has_sources: bool, nbytes: int) -> bool:
         """Whether a constant is not charged for."""
-        return self.limit is None and _is_layout(how)
+        if self.limit is not None:
+            return False
+        return _is_layout(how) if has_sources else nbytes <= SMALL_BYTES
 
 
 def _is_layout(how: Derivation) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph
 
 from compile_ext.ops.contract import Gemm, m_of
 from compile_ext.ops.define import definition_of
+from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.readers import OpCall, read_call
+from compile_ext.passes.op_calls import OpCall, read_call
 from compile_ext.passes.regions import TRANSFORM
 from compile_ext.passes.report import Site
 from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tensor
@@ -24,6 +26,9 @@ from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tens
 def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
     for node in graph.nodes:
         call = read_call(node)
+        misfit = why_no_contract(node.target) if isinstance(node.target, OpOverload) else None
+        if misfit:
+            ctx.skipped(node, misfit)
         if call is None or ctx.stand_back(node) == TRANSFORM:
             continue
         if call.contract.gemm is not None:
@@ -34,7 +39,7 @@ def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
 
 def _site(call: OpCall, gemm: Gemm) -> Site | None:
     a, b = tensor(call.arguments[gemm.a]), tensor(call.arguments[gemm.b])
-    out = tensor(call.node)
+    out = next((x for x in map(tensor, _outputs(call)) if x is not None), None)
     if a is None or b is None or b.dim() < 2:
         return None
     kernel, passed_over = _kernel(call)
@@ -52,6 +57,11 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
         kernel=kernel,
         passed_over=passed_over,
     )
+
+
+def _outputs(call: OpCall) -> list[Any]:
+    """What holds the result: the node, or the buffer that the op writes."""
+    return [call.node, *(call.arguments[name] for name in call.contract.overwritten)]
 
 
 def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:

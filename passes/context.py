@@ -21,7 +21,8 @@ from compile_ext.passes.effects import (
     written_operands,
     written_storages,
 )
-from compile_ext.passes.readers import OpCall, is_droppable, op_name, weight_source
+from compile_ext.passes.op_calls import OpCall
+from compile_ext.passes.readers import is_droppable, op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
 from compile_ext.passes.values import call_on_fakes, fake_mode, fakes, storage
@@ -40,6 +41,7 @@ class PassContext:
         inputs: its real inputs, parameters among them, in placeholder order.
         memory_budget: bytes for derived constants, None for the default (see ``budget.py``).
         cost: ``(derivation, parameter, bytes of the result) -> bytes`` that a constant takes.
+        poison: what an op does not read is NaN (``compile_ext.poison``).
         pass_name: the pass that runs; the pipeline sets it.
     """
 
@@ -47,6 +49,7 @@ class PassContext:
     inputs: Sequence[Any]
     memory_budget: int | None = None
     cost: Callable[[Derivation, Tensor, int], int] = lambda how, p, nbytes: nbytes
+    poison: bool = False
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.
@@ -156,13 +159,13 @@ class PassContext:
         """Take the memory for these constants from the budget; or say why not."""
         costs: dict[object, int] = {}
         for sources, how in wanted:
-            if self.budget.is_free(how):
-                continue
-            roots = tuple(self.root_inputs(x) for x in sources)
             result = self.derived.compute(sources, how)
             nbytes = result.numel() * result.element_size()
+            if self.budget.is_free(how, bool(sources), nbytes):
+                continue
+            roots = tuple(self.root_inputs(x) for x in sources)
             # Both branches of a cond share one constant; each caller of a body has its own.
-            each = [self.cost(how, self.inputs[i], nbytes) for i in roots[0]]
+            each = [self.cost(how, self.inputs[i], nbytes) for i in roots[0]] if roots else [nbytes]
             costs[roots, how] = sum(each)
         return self.budget.charge(costs)
 
@@ -181,21 +184,29 @@ class PassContext:
             return "the graph writes it"
         return derivation.why_not(self.inputs[index])
 
-    def _why_not_through_calls(self, node: Node) -> str | None:
-        scope = self._scope_of[node.graph]
-        at = scope.placeholders().index(node)
+    def why_no_input(self, graph: Graph) -> str | None:
+        """Why a graph takes no further input, or None."""
+        scope = self._scope_of[graph]
         for call in scope.calls:
-            operands = call.operands()
-            if operands is None:
+            if call.operands() is None:
                 return f"it is inside {call.name}, which takes no further operand"
             if any(len(b.calls) > 1 for b in call.bodies) and len(call.bodies) > 1:
                 return f"a body of {call.name} is shared with another call"
-            if at >= len(operands):
-                return f"{call.name} does not hand it in as an operand"
-            reason = self.why_not_derivable(operands[at])
+            reason = self.why_no_input(call.parent.graph)
             if reason:
                 return reason
-        return None if scope.calls else "nothing calls its graph"
+        return None if scope.calls or scope is self.scopes[0] else "nothing calls its graph"
+
+    def _why_not_through_calls(self, node: Node) -> str | None:
+        scope = self._scope_of[node.graph]
+        at = scope.placeholders().index(node)
+        reason = self.why_no_input(node.graph)
+        for call in scope.calls if reason is None else ():
+            operands = call.operands() or ()
+            if at >= len(operands):
+                return f"{call.name} does not hand it in as an operand"
+            reason = reason or self.why_not_derivable(operands[at])
+        return reason
 
     def is_parameter(self, node: Node) -> bool:
         """Whether a node is a parameter or buffer itself, no view of it and nothing computed from
@@ -300,6 +311,10 @@ class PassContext:
     def derive(self, sources: Sources, how: Derivation) -> Node:
         """A placeholder for ``how(*sources)``; ``why_not_derivable`` of each must be None."""
         return self.derived.derive(sources, how)
+
+    def constant(self, graph: Graph, how: Derivation) -> Node:
+        """A placeholder for ``how()``; ``why_no_input`` of the graph must be None."""
+        return self.derived.constant(graph, how)
 
 
 def module_hint(node: Node) -> str:

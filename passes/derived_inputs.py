@@ -1,4 +1,5 @@
-"""Extra inputs of the rewritten graph: each stands for a derivation of parameters.
+"""Extra inputs of the rewritten graph: each stands for a derivation of parameters, or for a
+constant that comes from none.
 
 In the body of a higher-order op the extra input is an operand that every caller hands in, down from
 the root.
@@ -25,7 +26,9 @@ Sources = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class DerivedInput:
-    """An extra input of the root graph: ``derivation`` of the root inputs ``sources``."""
+    """An extra input of the root graph: ``derivation`` of the root inputs ``sources``, which may be
+    none.
+    """
 
     sources: tuple[int, ...]
     derivation: Derivation
@@ -33,6 +36,7 @@ class DerivedInput:
 
 @dataclass(frozen=True)
 class _Origin:
+    graph: Graph
     sources: Sources
     how: Derivation
 
@@ -60,12 +64,16 @@ class DerivedInputs:
         if len(sources) == 1 and sources[0] in self._origins:
             assert isinstance(how, Step)
             first = self._origins[sources[0]]
-            return self._derive(_Origin(first.sources, derivation.after(first.how, how)))
-        return self._derive(_Origin(sources, how))
+            how, sources = derivation.after(first.how, how), first.sources
+        return self._derive(_Origin(sources[0].graph, sources, how))
+
+    def constant(self, graph: Graph, how: Derivation) -> Node:
+        """The placeholder of this graph for ``how()``."""
+        return self._derive(_Origin(graph, (), how))
 
     def _derive(self, origin: _Origin) -> Node:
         if origin not in self._made:
-            scope = self._scope_of[origin.sources[0].graph]
+            scope = self._scope_of[origin.graph]
             if scope is self._scopes[0]:
                 self._add(scope, origin)
             else:
@@ -89,12 +97,14 @@ class DerivedInputs:
         for call in scope.calls:
             operands = call.operands()
             assert operands is not None  # why_not_derivable saw to it
-            call.append(self._derive(_Origin(tuple(operands[i] for i in at), origin.how)))
+            sources = tuple(operands[i] for i in at)
+            call.append(self._derive(_Origin(call.parent.graph, sources, origin.how)))
         bodies = [scope, *(b for c in scope.calls for b in c.bodies if b is not scope)]
         for body in dict.fromkeys(bodies):
             # The other branches of a cond find it there: a second operand would be the same tensor.
             placeholders = body.placeholders()
-            self._add(body, _Origin(tuple(placeholders[i] for i in at), origin.how))
+            sources = tuple(placeholders[i] for i in at)
+            self._add(body, _Origin(body.graph, sources, origin.how))
 
     def _meta(self, origin: _Origin) -> dict[str, Any]:
         return {

@@ -54,6 +54,17 @@ def written_arguments(node: Node) -> list[Node]:
     return [x for group in written for x in _flat(group)]
 
 
+_PLAIN_METHODS = {"copy_", "fill_", "zero_", "__setitem__"}
+_PLAIN_FUNCTIONS = {operator.setitem, torch.fill_, torch.zero_}
+
+
+def is_plain_write(node: Node) -> bool:
+    """It puts values into a buffer and does nothing else: a copy, a fill."""
+    if node.op == "call_method":
+        return node.target in _PLAIN_METHODS
+    return node.op == "call_function" and node.target in _PLAIN_FUNCTIONS
+
+
 # Running statistics: functions that write arguments without saying so in their name.
 _WRITES_AT = {
     F.batch_norm: (1, 2),

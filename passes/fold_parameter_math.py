@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.dead_code import erase_dead
 from compile_ext.passes.derivation import Derivation
-from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.purity import aten_ops, cannot_fail
-from compile_ext.passes.values import storage, tensor
+from compile_ext.passes.values import tensor
 
 
 def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
@@ -44,7 +44,7 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
                 write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
             write.graph.erase_node(write)
         ctx.replace(result.node, new)
-    _erase_dead({x for result, _ in folded for x in result.nodes})
+    erase_dead(graph, [x for result, _ in folded for x in result.nodes], ctx.scopes)
 
 
 def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | None:
@@ -70,23 +70,3 @@ def _devices(*nodes: Node) -> set[torch.device]:
 
 def _what(result: Result) -> str:
     return "a parameter" if len(result.sources) == 1 else f"{len(result.sources)} parameters"
-
-
-def _erase_dead(nodes: set[Node]) -> None:
-    """Erase those that no other node reads, writes into what is erased with them included."""
-    dead = {x for x in nodes if not x._erased}
-    while True:
-        kept = {storage(x) for x in nodes - dead}
-        alive = {
-            x
-            for x in dead
-            if any(user not in dead for user in x.users)
-            or any(storage(w) in kept for w in written_arguments(x))
-        }
-        if not alive:
-            break
-        dead -= alive
-    while dead:
-        for x in [x for x in dead if not x.users]:
-            x.graph.erase_node(x)
-            dead.discard(x)

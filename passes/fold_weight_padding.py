@@ -21,12 +21,13 @@ from compile_ext.ops.contract import Gemm
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Derivation, Padding
 from compile_ext.passes.derived_inputs import Sources
+from compile_ext.passes.op_calls import OpCall, read_call
 from compile_ext.passes.padding.alignment import Widths, argument_widths, growth
 from compile_ext.passes.padding.cut_output import cut_output
 from compile_ext.passes.padding.fit_memory import fit_memory
 from compile_ext.passes.padding.pad_activation import pad_activation
 from compile_ext.passes.parameter_math import LazyParameterMath
-from compile_ext.passes.readers import OpCall, read_call, read_transpose
+from compile_ext.passes.readers import read_transpose
 from compile_ext.passes.values import tensor
 
 
@@ -53,6 +54,9 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: LazyParame
     sizes, grow = found
     if not any(grow.values()):
         ctx.skipped(node, f"N={sizes['n']}, K={sizes['k']} need no padding")
+        return
+    if grow.get("n") and call.is_functional:
+        ctx.skipped(node, "its output is one of several: it cannot be cut")
         return
     widths = argument_widths(call, gemm, sizes, grow)
     reason = ctx.stand_back(node) or (widths if isinstance(widths, str) else None)

@@ -6,7 +6,6 @@ and its views together. Its *program* is the list of nodes that fill it, in grap
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Derivation, Step, after, derivation_of
-from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.effects import is_plain_write, written_arguments
 from compile_ext.passes.purity import aten_ops, is_pure
-from compile_ext.passes.readers import read_pad
+from compile_ext.passes.readers import is_empty, is_fill, read_pad
 from compile_ext.passes.values import fake, is_static, storage, tensor
-
-_WRITES = {operator.setitem}
-_WRITE_METHODS = {"copy_", "fill_", "zero_", "__setitem__"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,8 @@ class Result:
         """Why no constant can be made of it, or None."""
         reasons = [ctx.stand_back(x) for x in self.nodes]
         reasons += [ctx.why_not_derivable(x) for x in self.sources]
+        if not self.sources:
+            reasons.append(ctx.why_no_input(self.node.graph))
         return next((r for r in reasons if r), None)
 
     @property
@@ -85,14 +83,11 @@ class ParameterMath:
         if node.op == "placeholder":
             # Behind a higher-order op that is not known here, nobody can tell: the reason says so.
             return self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
-        if not all(x in self._nodes for x in node.all_input_nodes):
+        if not all(x in self._nodes for x in _inputs(node)):
             return False
         written = written_arguments(node)
         if written:
-            is_plain = node.target in _WRITES or (
-                node.op == "call_method" and node.target in _WRITE_METHODS
-            )
-            return is_plain and all(self._is_made_here(x) for x in written)
+            return is_plain_write(node) and all(self._is_made_here(x) for x in written)
         if not _is_value(fake(node)):
             return False
         ops = aten_ops(node, self._ctx.scopes)
@@ -127,6 +122,24 @@ class ParameterMath:
         pads of what may be one."""
         found = [self.result(nodes[0]) for nodes in self._of_storage.values()]
         return [r for r in found if r is not None and r.sources and self._is_wanted(r)]
+
+    def constants(self) -> list[Result]:
+        """All that is computed from nothing but numbers in the model's code."""
+        found = [self.result(nodes[0]) for nodes in self._of_storage.values()]
+        return [r for r in found if r is not None and not r.sources]
+
+    def readers(self, result: Result) -> list[Node]:
+        """The readers of a result that are no views of it: those of its views, of symbolic size
+        too, in their place."""
+        found: dict[Node, None] = {}
+        todo = list(result.readers)
+        while todo:
+            reader = todo.pop(0)
+            if _is_view_of(reader, result.node) and not written_arguments(reader):
+                todo += reader.users
+            else:
+                found[reader] = None
+        return list(found)
 
     def _is_wanted(self, result: Result) -> bool:
         if all(map(self._ctx.is_parameter, result.sources)):
@@ -177,11 +190,17 @@ class ParameterMath:
             if node in needed:
                 continue
             needed.add(node)
-            stack += node.all_input_nodes
-            for at in {storage(x) for x in node.all_input_nodes}:
+            inputs = _inputs(node)
+            stack += inputs
+            for at in {storage(x) for x in inputs}:
                 if at is not None:
                     stack += [w for w in self._writers(at) if self._order[w] < self._order[node]]
         return needed
+
+
+def _inputs(node: Node) -> list[Node]:
+    """What a node computes with. What ``x.new_ones(1)`` is like lends its form alone."""
+    return [] if is_fill(node) or is_empty(node) else node.all_input_nodes
 
 
 def _is_view_of(node: Node, base: Node) -> bool:

@@ -16,29 +16,9 @@ import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
-from compile_ext.ops.contract import OpContract
-from compile_ext.ops.registry import contract_of
-from compile_ext.passes.values import fakes, tensor
+from compile_ext.passes.values import tensor
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class OpCall:
-    """A call of an op that has a contract, its arguments by schema name."""
-
-    node: Node
-    op: OpOverload
-    contract: OpContract
-    arguments: dict[str, Any]
-
-    def rewrite(self, changes: dict[str, Any], op: OpOverload | None = None) -> None:
-        """Give the node other arguments, or another op of the same schema; the node stays."""
-        self.arguments.update(changes)
-        schema = self.op._schema.arguments
-        self.node.target = op or self.op
-        self.node.args = tuple(self.arguments[a.name] for a in schema if not a.kwarg_only)
-        self.node.kwargs = {a.name: self.arguments[a.name] for a in schema if a.kwarg_only}
 
 
 @dataclass(frozen=True)
@@ -68,53 +48,6 @@ def op_name(target: Any) -> str:
     if isinstance(target, str):
         return target
     return str(getattr(target, "_name", getattr(target, "__name__", target)))
-
-
-def read_call(node: Node) -> OpCall | None:
-    """A call of an op with a contract."""
-    if node.op != "call_function":
-        return None
-    op = _overload(node)
-    contract = contract_of(op) if op is not None else None
-    arguments = _bind(op, node) if op is not None and contract is not None else None
-    if op is None or contract is None or arguments is None:
-        return None
-    return OpCall(node, op, contract, arguments)
-
-
-def _overload(node: Node) -> OpOverload | None:
-    """The overload that a node calls; of a packet, the one that torch would take."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        return target
-    if not isinstance(target, OpOverloadPacket):
-        return None
-    overloads: list[OpOverload] = [getattr(target, name) for name in target.overloads()]
-    if len(overloads) == 1:
-        return overloads[0]
-    if not any(contract_of(op) for op in overloads):
-        return None
-    # Fakes have the types that the resolution looks at. It raises where nothing fits.
-    args, kwargs = fakes(node.args), fakes(node.kwargs)
-    name: str = torch._C._jit_resolve_packet(target._qualified_op_name, *args, **kwargs)
-    return next(op for op in overloads if op._overloadname == name)
-
-
-def _bind(op: OpOverload, node: Node) -> dict[str, Any] | None:
-    schema = op._schema.arguments
-    positional = [a.name for a in schema if not a.kwarg_only]
-    if len(node.args) > len(positional) or not set(node.kwargs) <= {a.name for a in schema}:
-        return None
-    given = {**dict(zip(positional, node.args, strict=False)), **node.kwargs}
-    bound: dict[str, Any] = {}
-    for argument in schema:
-        if argument.name in given:
-            bound[argument.name] = given[argument.name]
-        elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
-        else:
-            return None
-    return bound
 
 
 def _calls(node: Node, targets: set[Any]) -> bool:
@@ -190,34 +123,51 @@ def read_softmax(node: Node) -> torch.dtype | None:
     return found.dtype if found is not None else None
 
 
-_FILL_METHODS = {"new_ones", "new_zeros", "new_full"}
-_FILL_FUNCTIONS = {
+_FILLS = {
     torch.ones, torch.zeros, torch.full, torch.ones_like, torch.zeros_like, torch.full_like,
+    torch.scalar_tensor, aten.scalar_tensor.default,
     aten.ones.default, aten.zeros.default, aten.full.default,
     aten.new_ones.default, aten.new_zeros.default, aten.new_full.default,
     aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
 }  # fmt: skip
-_EMPTY_FUNCTIONS = {torch.empty, torch.empty_like, torch.empty_strided, aten.empty.memory_format}
+_FILL_METHODS = {"new_ones", "new_zeros", "new_full"}
+_EMPTIES = {
+    torch.empty, torch.empty_like, torch.empty_strided, aten.empty.memory_format,
+    aten.empty_like.default, aten.empty_strided.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+_EMPTY_METHODS = {"new_empty", "new_empty_strided"}
+# The fill value of those that take one, by what is behind "new_" and "::" in their name: position.
+_VALUE_AT = {"full": 1, "new_full": 2, "full_like": 1, "scalar_tensor": 0}
 
 
 def is_fill(node: Any) -> bool:
-    """A tensor of one value that is made on each call: ones, zeros, full, in any spelling."""
-    if not isinstance(node, Node):
-        return False
-    if node.kwargs.get("out") is not None:
-        return False  # it fills a buffer that others see
-    if node.op == "call_method":
-        return node.target in _FILL_METHODS
-    return _calls(node, _FILL_FUNCTIONS)
+    """A tensor of one number that is made on each call: ones, zeros, full, in any spelling."""
+    return fill_value(node) is not None
+
+
+def fill_value(node: Any) -> float | None:
+    """The number that a fill is full of; None for any other node, and where a node gives it."""
+    if not isinstance(node, Node) or not _makes(node, _FILLS, _FILL_METHODS):
+        return None
+    name = op_name(node.target).split("::")[-1]
+    if name not in _VALUE_AT:
+        return 1 if "ones" in name else 0
+    value = _get(node, _VALUE_AT[name], "s" if name == "scalar_tensor" else "fill_value")
+    return value if isinstance(value, (int, float)) else None
 
 
 def is_empty(node: Any) -> bool:
     """An allocation without a fill."""
-    if not isinstance(node, Node):
-        return False
+    return isinstance(node, Node) and _makes(node, _EMPTIES, _EMPTY_METHODS)
+
+
+def _makes(node: Node, functions: set[Any], methods: set[str]) -> bool:
+    if node.kwargs.get("out") is not None:
+        return False  # it fills a buffer that others see
     if node.op == "call_method":
-        return node.target == "new_empty"
-    return _calls(node, _EMPTY_FUNCTIONS)
+        return node.target in methods
+    return _calls(node, functions)
 
 
 # Dynamo looks into F.pad and leaves what it calls.

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.contract import m_of
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.readers import OpCall, read_call
+from compile_ext.passes.op_calls import OpCall, read_call
 from compile_ext.passes.values import bounds, range_text, tensor
 
 

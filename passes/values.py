@@ -97,6 +97,15 @@ def is_static(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, torch.SymInt)
 
 
+def has_free_size(value: Any) -> bool:
+    """Whether a size of this tensor comes from data (``x[mask]``), and not from a shape."""
+    found = tensor(value)
+    # Loads sympy, 0.2 s: not at import time.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return found is not None and bool(free_unbacked_symbols(found))
+
+
 def bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     """The smallest and the largest value of a size; None for no upper bound."""
     if isinstance(size, int):

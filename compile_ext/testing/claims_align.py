@@ -81,7 +81,10 @@ def _compare(trial: Trial, label: str, got: Outcome, n: int | None, wide: int, f
         raise ClaimError(trial.where, found, wanted, "mend the op: its result is [..., n]")
     difference = values_differ(result[..., :n], want, trial.tolerance_of(want))
     if difference is not None:
-        found, wanted = f"{label}: result {difference.found}", f"{difference.wanted} within rounding"
+        found, wanted = (
+            f"{label}: result {difference.found}",
+            f"{difference.wanted} within rounding",
+        )
         raise ClaimError(trial.where, found, wanted, fix)
 
 
@@ -103,7 +106,9 @@ def _read_pads(
         poisoned: Tensor = copied(changes[name])
         for axis, (extra, _) in axes.items():
             size = poisoned.shape[axis]
-            fill(poisoned.narrow(axis, size - extra, extra), bytes([POISON_BYTE]) * poisoned.itemsize)
+            fill(
+                poisoned.narrow(axis, size - extra, extra), bytes([POISON_BYTE]) * poisoned.itemsize
+            )
         got = trial.run(f"{label}: pads of {name!r} poisoned", {**changes, name: poisoned})
         if isinstance(got, Raised) and "CUDA error" in got.text:  # nothing runs after it
             found = f"{label}: with the pads of argument {name!r} poisoned the op raises {got.text}"

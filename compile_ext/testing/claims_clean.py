@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops.errors import CompileExtError
-from compile_ext.testing.isolated import Outcome
 from compile_ext.testing.claims_align import aligned_arguments
 from compile_ext.testing.compare import bits_differ
+from compile_ext.testing.isolated import Outcome
 from compile_ext.testing.memory import as_bytes, covered, storage_id, tensors_in
 from compile_ext.testing.messages import Raised
 from compile_ext.testing.report import PROVED, Claim

@@ -30,7 +30,9 @@ def _prove(trial: Trial, name: str, fakes: dict[str, Any]) -> Claim:
     if value is None:
         return Claim(claim, NOT_EXERCISED, f"{name} is None in these inputs: pass a tensor")
     if other := trial.shares_written_memory(name):
-        return Claim(claim, NOT_EXERCISED, f"{name} lies in the memory of {other}, which is written")
+        return Claim(
+            claim, NOT_EXERCISED, f"{name} lies in the memory of {other}, which is written"
+        )
     fix = f"the op reads {name!r}: mend it, or let the predicate say False for such calls"
     names = []
     for poison, pattern in poisons(value.dtype).items():

@@ -43,7 +43,13 @@ class Isolated:
     """
 
     def __init__(
-        self, where: str, ops: list[OpOverload], sources: list[Source], *, fork: bool, seconds: float
+        self,
+        where: str,
+        ops: list[OpOverload],
+        sources: list[Source],
+        *,
+        fork: bool,
+        seconds: float,
     ) -> None:
         self._where, self._seconds = where, seconds
         self._folder = tempfile.TemporaryDirectory(prefix="compile_ext_contract_")

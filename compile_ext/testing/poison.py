@@ -30,7 +30,11 @@ def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
             info = torch.iinfo(dtype)
         except TypeError:  # bits8 and the like
             return [bytes_ff, ("zero bytes", bytes(dtype.itemsize))]
-        return [bytes_ff, ("the largest", _of(info.max, dtype)), ("the smallest", _of(info.min, dtype))]
+        return [
+            bytes_ff,
+            ("the largest", _of(info.max, dtype)),
+            ("the smallest", _of(info.min, dtype)),
+        ]
     try:
         values = {"NaN": float("nan"), "Inf": float("inf"), "the largest": torch.finfo(dtype).max}
         # FP8 formats without Inf give NaN for it.

@@ -123,9 +123,7 @@ class Trial:
             return got
         name, found = difference
         how = "within rounding" if close else "bit for bit"
-        raise ClaimError(
-            self.where, f"{label}: {name} {found.found}", f"{found.wanted} {how}", fix
-        )
+        raise ClaimError(self.where, f"{label}: {name} {found.found}", f"{found.wanted} {how}", fix)
 
     def shares_written_memory(self, name: str) -> str | None:
         """Another argument that lies in the same storage, where the op writes one of the two. A

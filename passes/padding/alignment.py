@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compile_ext.ops.contract import Align, Gemm, Pad
-from compile_ext.passes.readers import OpCall
+from compile_ext.passes.op_calls import OpCall
 from compile_ext.passes.values import is_static, tensor
 
 Widths = dict[int, tuple[int, float]]  # axis -> (new elements at its end, their value)

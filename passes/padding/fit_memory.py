@@ -13,8 +13,8 @@ from torch.fx import Node
 from compile_ext.ops.contract import Memory
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Restride
+from compile_ext.passes.op_calls import OpCall
 from compile_ext.passes.parameter_math import LazyParameterMath
-from compile_ext.passes.readers import OpCall
 from compile_ext.passes.values import is_static, tensor
 
 

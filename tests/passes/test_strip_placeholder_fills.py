@@ -68,19 +68,32 @@ return [%0]""",
     )
 
 
-def test_plain_tensor_argument_becomes_empty(rewrite: Any) -> None:
+SHARED = "s is not read: a shared buffer, uninitialised"
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+def test_plain_tensor_argument_becomes_a_shared_buffer(rewrite: Any, fill: Any) -> None:
+    got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), fill), torch.randn(5, 8))
+    assert got.of(PASS) == [(True, SHARED)]
+    derived, gemm = (
+        n for n in got.modules[-1].graph.nodes if "derived" in n.name or "gemm" in n.name
+    )
+    assert gemm.args[2] is derived
+    assert not [n for n in got.modules[-1].graph.nodes if n.op == "call_method"]
+
+
+def test_plain_tensor_argument_graph(rewrite: Any) -> None:
     got = rewrite(
         Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_ones"]), torch.randn(5, 8)
     )
-    assert got.of(PASS) == [(True, "s is not read: uninitialised")]
     assert_expected_inline(
         got.graph,
         """\
 arg0: float32[8, 8]
 arg1: float32[5, 8]
-%0: float32[1] = empty_strided([1], [1], device=cpu, dtype=float32)
-%1: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, %0)
-return [%1]""",
+arg2: float32[1] = uninitialised
+%0: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, arg2)
+return [%0]""",
     )
 
 
@@ -122,7 +135,10 @@ def test_mutated_fill_keeps_its_writes(rewrite: Any) -> None:
         return y, s
 
     got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
-    assert got.of(PASS) == [(True, "scale is not read: None")]
+    assert got.of(PASS) == [
+        (True, "scale is not read: None"),
+        (False, "what fills scale stays: the graph hands it out"),
+    ]
 
 
 def test_overwritten_buffer_is_not_filled(rewrite: Any) -> None:
@@ -132,7 +148,7 @@ def test_overwritten_buffer_is_not_filled(rewrite: Any) -> None:
         return out
 
     got = rewrite(copy, torch.randn(5, 8))
-    assert got.of(PASS) == [(True, "out is overwritten in full: its fill is gone")]
+    assert got.of(PASS) == [(True, "out is overwritten in full: what filled it is gone")]
     assert_expected_inline(
         got.graph,
         """\
@@ -183,7 +199,7 @@ def test_idempotent(rewrite: Any) -> None:
     from compile_ext.passes import PassContext, run_passes
 
     before = got.graph
-    run_passes(PassContext(got.modules[-1], [torch.randn(1)] * 2))
+    run_passes(PassContext(got.modules[-1], [torch.randn(1)] * 3))
     assert got.graph == before
 
 
@@ -191,28 +207,26 @@ def test_not_when_read(rewrite: Any) -> None:
     got = rewrite(
         Filled(lambda x, w, s: ops.gemm(x, w, s, None, True), FILLS["new_ones"]), torch.randn(5, 8)
     )
-    assert got.of(PASS) == [(False, "scale is read")]
+    assert got.of(PASS) == [
+        (False, "scale is read"),
+        (True, "full(1), which it reads, is a constant"),
+    ]
 
 
-def test_not_a_computed_value_for_a_plain_tensor(rewrite: Any) -> None:
-    got = rewrite(
-        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["a computed value"]), torch.randn(5, 8)
-    )
-    assert got.of(PASS) == [(False, "s is not a fill, and the schema wants a tensor")]
-
-
-def test_not_uninitialised_already(rewrite: Any) -> None:
-    got = rewrite(
-        Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["new_empty"]), torch.randn(5, 8)
-    )
-    assert got.of(PASS) == [(False, "s is uninitialised already")]
-
-
-def test_not_a_symbolic_size(rewrite: Any) -> None:
+def test_symbolic_size_becomes_empty(rewrite: Any) -> None:
     x = torch.randn(5, 8)
     torch._dynamo.mark_dynamic(x, 0)
     got = rewrite(Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS["ones_like"]), x)
-    assert got.of(PASS) == [(False, "s has a symbolic size")]
+    assert got.of(PASS) == [(True, "s is not read: uninitialised")]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg2: float32[s0, 8]
+%0: float32[s0, 8] = empty_strided([arg1, 8], [8, 1], device=cpu, dtype=float32)
+%1: float32[s0, 8] = compile_ext_tests::gemm_nn(arg2, arg0, %0)
+return [%1]""",
+    )
 
 
 def test_not_a_buffer_that_is_read_first(rewrite: Any) -> None:
@@ -230,7 +244,10 @@ def test_not_a_buffer_that_is_read_first(rewrite: Any) -> None:
 def test_not_when_a_gradient_is_needed(rewrite: Any) -> None:
     x = torch.randn(5, 8, requires_grad=True)
     got = rewrite(Filled(CALLS["packet"], FILLS["new_ones"]), x, grad=True)
-    assert got.of(PASS) == [(False, "it needs a gradient")]
+    assert got.of(PASS) == [
+        (False, "it needs a gradient"),
+        (False, "full(1), which it reads, is made on each call: it needs a gradient"),
+    ]
 
 
 def test_switched_off(rewrite: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Erase what nobody reads any more: values, and the buffers that are written and then not read.
+
+Not ``eliminate_dead_code``: in a Dynamo graph that also removes ``x.add_(1)`` whose result nobody
+reads. The unit here is a storage: what allocates it, what writes it, and its views go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from compile_ext.ops.registry import contract_of
+from compile_ext.passes.effects import is_plain_write, written_arguments
+from compile_ext.passes.purity import aten_ops, is_pure
+from compile_ext.passes.scopes import Scope
+from compile_ext.passes.values import storage
+
+
+def erase_dead(graph: Graph, ends: Iterable[Node], scopes: list[Scope]) -> None:
+    """Erase those of ``ends`` that nobody reads, and then what only they have read."""
+    todo = [x for x in ends if x.graph is graph]
+    if not todo:
+        return
+    of_storage: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        at = storage(node)
+        if at is not None:
+            of_storage.setdefault(at, []).append(node)
+    while todo:
+        node = todo.pop()
+        if node._erased:
+            continue
+        group = _group(node, of_storage)
+        is_read = any(user not in group for x in group for user in x.users)
+        if is_read or not all(_is_erasable(x, scopes) for x in group):
+            continue
+        inputs = {y: None for x in group for y in x.all_input_nodes if y not in group}
+        while group:
+            for x in [x for x in group if not x.users]:
+                graph.erase_node(x)
+                group.discard(x)
+        todo += inputs
+
+
+def _group(node: Node, of_storage: dict[int, list[Node]]) -> set[Node]:
+    """A value or a view that nobody reads; of a buffer that is written: the nodes that share its
+    storage, and those that do nothing but write it."""
+    if not node.users and not written_arguments(node):
+        return {node}
+    group: set[Node] = set()
+    todo = [node]
+    while todo:
+        x = todo.pop()
+        if x in group or x._erased:
+            continue
+        group.add(x)
+        for y in (x, *written_arguments(x)):
+            at = storage(y)
+            todo += of_storage.get(at, []) if at is not None else []
+        todo += [user for user in x.users if written_arguments(user) and not user.users]
+    return group
+
+
+def _is_erasable(node: Node, scopes: list[Scope]) -> bool:
+    """It computes a value, or fills a buffer, and does nothing else."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if written_arguments(node):
+        return is_plain_write(node) or _is_declared(node.target)
+    if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
+        return _is_declared(node.target) or not node.is_impure()
+    ops = aten_ops(node, scopes)
+    return ops is not None and is_pure(ops)
+
+
+def _is_declared(target: object) -> bool:
+    """Whether its author says what it reads and writes, in a contract."""
+    return (
+        isinstance(target, OpOverload)
+        and contract_of(target) is not None
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )

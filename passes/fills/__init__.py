@@ -1,0 +1,1 @@
+"""What ``strip_placeholder_fills`` does about a fill: one file for each use that a fill has."""

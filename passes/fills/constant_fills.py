@@ -1,0 +1,90 @@
+"""Make a constant that a kernel reads once, and not on each call.
+
+    before: y = op(x, w, torch.ones(1))                   after: y = op(x, w, ones')
+
+ones' is an extra input, one constant for all sites of one text. Fills that only generated code
+reads stay: Inductor computes them in the kernel that reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Graph, Node
+
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.dead_code import erase_dead
+from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.parameter_math import ParameterMath, Result
+from compile_ext.passes.purity import aten_ops
+from compile_ext.passes.readers import is_fill
+from compile_ext.passes.values import requires_grad, storage
+
+# ATen ops that Inductor calls as they are, with memory for each argument.
+_CALLED = {
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_grouped_mm"),
+        *("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm_v2", "_int_mm"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    )
+}
+
+
+def fold_constants(graph: Graph, ctx: PassContext) -> None:
+    """Replace what is filled with numbers of the model's code, and read by a kernel that needs it
+    in memory, by constants."""
+    if not any(map(is_fill, graph.nodes)):
+        return
+    math = ParameterMath(graph, ctx)
+    for result in math.constants():
+        if result.node.op == "placeholder" or not any(map(is_fill, result.nodes)):
+            continue
+        readers = math.readers(result)
+        reader = next((x for x in readers if _needs_memory(x, result, ctx)), None)
+        if reader is None:
+            continue
+        how = result.derivation()
+        reason = _why_not(result, readers, math, ctx) or ctx.charge(((), how))
+        if reason:
+            ctx.skipped(reader, f"{how}, which it reads, is made on each call: {reason}")
+            continue
+        ctx.fired(reader, f"{how}, which it reads, is a constant")
+        for write in result.writes:
+            if write.users:  # fill_ and its like return what they write
+                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
+            write.graph.erase_node(write)
+        ctx.replace(result.node, ctx.constant(graph, how))
+        erase_dead(graph, [x for x in result.nodes if not x._erased], ctx.scopes)
+
+
+def _why_not(
+    result: Result, readers: list[Node], math: ParameterMath, ctx: PassContext
+) -> str | None:
+    reason = result.why_not_derivable(ctx) or math.why_not(result)
+    if reason:
+        return reason
+    if ctx.is_leaving(result.node):
+        return "the graph hands it out"
+    captured = next((x for x in readers if isinstance(x.target, HigherOrderOperator)), None)
+    if captured is not None:
+        return f"{captured.target} captures it"
+    if any(map(requires_grad, result.nodes)):
+        return "it requires grad"
+    return None
+
+
+def _needs_memory(node: Node, result: Result, ctx: PassContext) -> bool:
+    """Whether a kernel reads what this node is given: no code that Inductor generates."""
+    if any(storage(x) == storage(result.node) for x in written_arguments(node)):
+        return False  # a buffer for its output
+    target = node.target
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        name = target._qualified_op_name if isinstance(target, OpOverloadPacket) else target.name()
+        if name.split("::")[0] not in ("aten", "prims"):
+            return True
+    if target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
+        return True
+    ops = aten_ops(node, ctx.scopes) or []
+    return any(op.name().split(".")[0] in _CALLED for op in ops)

@@ -1,0 +1,89 @@
+"""Uninitialised tensors, of static and of symbolic size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.derivation import Uninitialised
+from compile_ext.passes.values import fake, is_static, same_size, tensor
+
+_SIZE_OF = torch.ops.aten.sym_size.int
+
+
+def like(value: Node, ctx: PassContext) -> Uninitialised | None:
+    """What has the form of ``value`` and no contents; None where its size is symbolic."""
+    found: Any = tensor(value)
+    form = (*found.shape, *found.stride())
+    if not all(map(is_static, form)):
+        return None
+    shape, stride = (tuple(map(int, x)) for x in (found.shape, found.stride()))
+    return Uninitialised(shape, stride, found.dtype, found.device, ctx.poison)
+
+
+def why_no_empty(value: Node, before: Node) -> str | None:
+    """Why the graph cannot allocate the like of ``value`` in front of ``before``, or None."""
+    found: Any = tensor(value)
+    for size in (*found.shape, *found.stride()):
+        if not is_static(size) and _spelling(size, before, value) is None:
+            return f"its size {size} is known behind it only"
+    return None
+
+
+def insert_empty(value: Node, before: Node, ctx: PassContext) -> Node:
+    """An allocation in front of ``before`` with the form of ``value``; ``why_no_empty`` must be
+    None."""
+    found: Any = tensor(value)
+    shape, stride = (_sizes(x, before, value, ctx) for x in (found.shape, found.stride()))
+    form = {"dtype": found.dtype, "device": found.device}
+    empty = ctx.insert(before, torch.empty_strided, shape, stride, **form)
+    if not ctx.poison:
+        return empty
+    return ctx.insert(before, "fill_", empty, poison_of(found.dtype))
+
+
+def poison_of(dtype: torch.dtype) -> float:
+    """A number that whoever reads it shows: NaN, or -1 (every bit) where there is none."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else -1
+
+
+def _sizes(sizes: Sequence[Any], before: Node, value: Node, ctx: PassContext) -> tuple[Any, ...]:
+    return tuple(int(s) if is_static(s) else _insert_size(s, before, value, ctx) for s in sizes)
+
+
+def _insert_size(size: torch.SymInt, before: Node, value: Node, ctx: PassContext) -> Node:
+    found = _spelling(size, before, value)
+    assert found is not None
+    node, dim = found
+    return node if dim is None else ctx.insert(before, _SIZE_OF, node, dim)
+
+
+def _spelling(size: torch.SymInt, before: Node, value: Node) -> tuple[Node, int | None] | None:
+    """A node that holds this size, or a tensor and its dimension that has it; ``value`` itself goes
+    away."""
+    tensors: tuple[Node, int] | None = None
+    for node in _earlier(before.graph, before):
+        found = fake(node)
+        if isinstance(found, torch.SymInt) and same_size(found, size):
+            if value not in node.all_input_nodes:
+                return node, None
+        elif isinstance(found, Tensor) and node is not value and tensors is None:
+            at = next((d for d, s in enumerate(found.shape) if same_size(s, size)), None)
+            # What shares the value's form may be made from it: an input never is.
+            if at is not None and node.op == "placeholder":
+                tensors = node, at
+    return tensors
+
+
+def _earlier(graph: Graph, before: Node) -> list[Node]:
+    found: list[Node] = []
+    for node in graph.nodes:
+        if node is before:
+            break
+        found.append(node)
+    return found
