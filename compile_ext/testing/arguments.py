@@ -44,7 +44,7 @@ def bind(op: OpOverload, inputs: Sequence[Any] | Mapping[str, Any], where: str) 
             + [f"no value for {missing}"] * bool(missing)
         )
         raise ContractError(where, found, f"{op._schema}", "name each argument as the schema does")
-    return {a.name: given[a.name] if a.name in given else a.default_value for a in schema}
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def on_cpu(arguments: Arguments, where: str) -> tuple[Arguments, Devices]:

@@ -16,14 +16,25 @@ from compile_ext.testing import find_op
 from compile_ext.testing.arguments import bind, on_cpu
 from compile_ext.testing.claims_align import prove_align
 from compile_ext.testing.claims_clean import prove_clean
+from compile_ext.testing.claims_m1 import prove_m1_variant
+from compile_ext.testing.claims_memory import prove_bounds, prove_memory
 from compile_ext.testing.claims_overwritten import prove_overwritten
+from compile_ext.testing.claims_prewait import prove_prewait_reads
 from compile_ext.testing.claims_unread import prove_unread
 from compile_ext.testing.isolated import Isolated
-from compile_ext.testing.report import Claim, ContractReport
+from compile_ext.testing.report import NOT_EXERCISED, Claim, ContractReport
 from compile_ext.testing.trial import Trial
 
-# The clean run comes first: all others are compared with it.
-PROOFS = (prove_clean, prove_unread, prove_overwritten, prove_align)
+PROOFS = (
+    prove_clean,  # first: all others compare with the clean run
+    prove_unread,
+    prove_overwritten,
+    prove_align,
+    prove_m1_variant,
+    prove_bounds,
+    prove_memory,
+    prove_prewait_reads,
+)
 
 
 def check_contract(
@@ -57,15 +68,32 @@ def check_contract(
     contract = _contract(op, where)
     arguments, devices = on_cpu(bind(op, inputs, where), where)
     caller = str(sys._getframe(1).f_globals.get("__name__", "__main__"))
-    sources = [*find_op.sources(op, contract, imports), *find_op.sources(op, contract, [caller])]
-    ops = [op] + [contract.m1_variant] * (contract.m1_variant is not None)
+    sources = find_op.sources(op, contract, imports, caller)
+    ops = [x for x in (op, contract.m1_variant) if x is not None]
     fork = all(d == "cpu" for ds in devices.values() for d in ds)
     claims: list[Claim] = []
     with torch.no_grad(), Isolated(where, ops, sources, fork=fork, seconds=timeout) as child:
         trial = Trial(op, contract, arguments, devices, child, where)
         for prove in PROOFS:
             claims += prove(trial)
+        if not trial.gives_elements:
+            claims = [_vacuous(c) for c in claims]
+        claims += _nothing_to_run(contract)
         return ContractReport(str(op), tuple(claims), tuple(trial.notes), child.runs)
+
+
+def _vacuous(claim: Claim) -> Claim:
+    return Claim(claim.name, NOT_EXERCISED, "the op gives no elements for these inputs to compare")
+
+
+def _nothing_to_run(contract: OpContract) -> list[Claim]:
+    claims = []
+    if contract.gemm is not None:
+        why = "roles are names; align, memory and m1_variant rest on them"
+        claims.append(Claim("gemm", NOT_EXERCISED, why))
+    if contract.compile_units is not None:
+        claims.append(Claim("compile_units", NOT_EXERCISED, "for the warmup: no call rests on it"))
+    return claims
 
 
 def _contract(op: OpOverload, where: str) -> OpContract:

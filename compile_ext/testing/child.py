@@ -58,7 +58,7 @@ def serve(connection: Connection, others_end: Connection, setup: Setup, folder: 
 
 
 def overload(name: str) -> OpOverload:
-    """``mylib::gemm.default`` -> ``torch.ops.mylib.gemm.default``; AttributeError if there is none."""
+    """``mylib::gemm.default`` -> ``torch.ops.mylib.gemm.default``, or AttributeError."""
     namespace, _, rest = name.partition("::")
     packet, _, which = rest.partition(".")
     found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), which)
@@ -73,13 +73,10 @@ def _answer(request: Request, folder: str) -> Done | Raised:
             torch.manual_seed(0)  # an op may draw random numbers: the same in each run
             if request.kind == "fake":
                 return Done(_run_fake(op, arguments), {})
-            note = ""
             if request.kind == "late":
-                from compile_ext.testing.racy_producer import run_behind_producer
-
-                results, arguments, note = run_behind_producer(op, arguments, request.late)
+                results, arguments, note = _run_late(op, arguments, request.late)
             else:
-                results = call(op, arguments)
+                results, note = call(op, arguments), ""
         synchronize(arguments)
         return _done(results, arguments, note, f"{folder}/results.pt")
     except Exception as error:
@@ -91,6 +88,16 @@ def call(op: OpOverload, arguments: dict[str, Any]) -> Any:
     schema = op._schema.arguments
     args = [arguments[a.name] for a in schema if not a.kwarg_only]
     return op(*args, **{a.name: arguments[a.name] for a in schema if a.kwarg_only})
+
+
+def _run_late(
+    op: OpOverload, arguments: dict[str, Any], late: str
+) -> tuple[Any, dict[str, Any], str]:
+    try:
+        from compile_ext.testing.racy_producer import run_behind_producer
+    except ImportError as error:
+        return call(op, arguments), arguments, f"needs Triton: {error}"
+    return run_behind_producer(op, arguments, late)
 
 
 def synchronize(tree: Any) -> None:

@@ -29,7 +29,7 @@ def prove_align(trial: Trial) -> list[Claim]:
 def aligned_arguments(trial: Trial) -> tuple[dict[str, Tensor], str] | None:
     """The inputs padded to the contract's multiples, and what that is in words; None where they
     are aligned, or cannot be padded."""
-    found = _growth(trial)
+    found = _growth(trial) if trial.contract.align else "no alignment"
     if isinstance(found, str) or not any(found[1].values()):
         return None
     widths = _widths(trial, found[0], found[1])

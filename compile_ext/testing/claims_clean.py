@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from compile_ext.ops.errors import CompileExtError
@@ -77,13 +78,15 @@ def refuse_writes(trial: Trial, label: str, before: dict[str, object], after: Ou
             if found is not None:
                 what = f"{label}: argument {name!r} was written, and {found.found}"
                 raise ClaimError(trial.where, what, f"{found.wanted} as before the call", fix)
-            changed = as_bytes(x) != as_bytes(y)
-            changed = changed if may is None else changed & ~may
+            both = min(as_bytes(x).numel(), as_bytes(y).numel())  # an op may resize its buffer
+            changed = as_bytes(x)[:both] != as_bytes(y)[:both]
+            changed = changed if may is None else changed & ~may[:both]
             if changed.any():
-                at = int(changed.nonzero()[0]) - x.storage_offset() * x.element_size()
-                what = f"{label}: memory outside of argument {name!r} was written, at byte {at}"
+                at = int(changed.nonzero()[0]) // x.element_size() - int(x.storage_offset())
+                what = f"{label}: memory outside of argument {name!r} was written, {at}"
                 fix = "write inside of the tensor only"
-                raise ClaimError(trial.where, f"{what} from its start", "no such write", fix)
+                what = f"{what} elements from its start"
+                raise ClaimError(trial.where, what, "no such write", fix)
 
 
 def _refuse_shared_results(trial: Trial, clean: Outcome) -> None:
@@ -105,7 +108,8 @@ def _refuse_shared_results(trial: Trial, clean: Outcome) -> None:
             )
 
 
-def _may_alias(result: torch._C._AliasInfo | None, argument: torch._C._AliasInfo | None) -> bool:
+def _may_alias(result: Any, argument: Any) -> bool:
+    """Alias information of the schema, as torch gives it: None for a plain Tensor."""
     if result is None or argument is None:
         return False
     # A list's own set is empty: those of its elements are not shown.

@@ -78,7 +78,8 @@ def _form(x: Any, strides: bool) -> str:
 
 def _bytes(x: Tensor) -> Tensor:
     """``[elements, bytes of one]``"""
-    flat = x.contiguous().reshape(-1).view(torch.uint8)
+    # A dimension of size 1 may keep any stride in contiguous(), and a view to bytes minds.
+    flat = x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
     return flat.reshape(x.numel(), x.element_size())
 
 

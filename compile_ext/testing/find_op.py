@@ -19,17 +19,19 @@ Source = tuple[str, str | None]
 _REGISTERED = re.compile(r"registered at (.+\.py):\d+")
 
 
-def sources(op: OpOverload, contract: OpContract, names: Iterable[str]) -> list[Source]:
+def sources(
+    op: OpOverload, contract: OpContract, names: Iterable[str], caller: str
+) -> list[Source]:
     """Modules to try, the most probable first: ``names``, those that registered the op, those of
-    the contract's predicates."""
-    overloads = [op] + [contract.m1_variant] * (contract.m1_variant is not None)
+    the contract's predicates, the caller's."""
     modules = list(names)
-    for each in overloads:
+    for each in (op, contract.m1_variant):
         if each is not None:
             modules += [m for m in map(_module_of, _files(each)) if m]
             definition = _custom_op(each)
             modules += [definition] if definition else []
     modules += [str(p.__module__) for p in contract.unread.values() if hasattr(p, "__module__")]
+    modules.append(caller)
     # The main module is made again by multiprocessing.
     return [(m, _file(m)) for m in dict.fromkeys(modules) if m != "__main__"]
 

@@ -53,7 +53,7 @@ class Isolated:
     ) -> None:
         self._where, self._seconds = where, seconds
         self._folder = tempfile.TemporaryDirectory(prefix="compile_ext_contract_")
-        context = multiprocessing.get_context("fork" if fork else "spawn")
+        context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         self._connection, theirs = context.Pipe()
         names = tuple(_name(op) for op in ops)
         libraries = tuple(map(str, torch.ops.loaded_libraries))

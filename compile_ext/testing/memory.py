@@ -46,7 +46,7 @@ def copied(tree: Any, device_of: Callable[[Tensor], torch.device | str] | None =
         if known is None:
             known = torch.empty_like(as_bytes(x), device=device).copy_(as_bytes(x))
             memory[storage_id(x)] = known
-        return _placed(known, x.dtype, x.storage_offset(), x.shape, x.stride())
+        return _placed(known, x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
     with torch.no_grad():
         return pytree.tree_map(copy, tree)

@@ -1,4 +1,4 @@
-"""What parent and child say to each other. Tensors travel as files: a dead child takes none along."""
+"""What parent and child say to each other. Tensors travel as files: none dies with the child."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class ClaimError(ContractError):
     """A claim of a contract is false: running the op shows it."""
 
 
-class _NoException(Exception):
-    """Stands for an exception that could not be handed over, and shows its trace as the cause."""
+class ChildTrace(Exception):
+    """The traceback of the child, as the cause of an exception that it handed over."""
 
 
 @dataclass
@@ -59,6 +59,12 @@ class Trial:
     @property
     def on_cuda(self) -> bool:
         return any(d.startswith("cuda") for ds in self.devices.values() for d in ds)
+
+    @property
+    def gives_elements(self) -> bool:
+        """Whether the clean run gave anything that can be compared."""
+        outputs = self.outputs(self.baseline).values()
+        return any(x.numel() if isinstance(x, Tensor) else x is not None for x in outputs)
 
     def run(
         self,
@@ -99,10 +105,7 @@ class Trial:
             return "the op", Difference(f"returns {list(left)}", str(list(right)))
         for name, x in left.items():
             y = right[name]
-            if close:
-                found = values_differ(x, y, self.tolerance_of(y))
-            else:
-                found = bits_differ(x, y)
+            found = values_differ(x, y, self.tolerance_of(y)) if close else bits_differ(x, y)
             if found is not None:
                 return name, found
         return None
@@ -116,23 +119,25 @@ class Trial:
     ) -> Outcome:
         """Raises ClaimError where ``got`` is not what the clean run ``want`` gave."""
         if isinstance(got, Raised):
-            found = f"{label}: the op raises {got.text}"
-            raise ClaimError(self.where, found, "what the clean run returns", fix) from got.error
+            what = f"{label}: the op raises {got.text}"
+            raise ClaimError(self.where, what, "what the clean run returns", fix) from got.error
         difference = self.first_difference(got, want, close=close)
         if difference is None:
             return got
         name, found = difference
         how = "within rounding" if close else "bit for bit"
-        raise ClaimError(self.where, f"{label}: {name} {found.found}", f"{found.wanted} {how}", fix)
+        what = f"{label}: {name} {found.found}"
+        raise ClaimError(self.where, what, f"{found.wanted} {how}", fix)
 
     def shares_written_memory(self, name: str) -> str | None:
         """Another argument that lies in the same storage, where the op writes one of the two. A
         copy of one alone would be another call."""
         mine = {storage_id(x) for x in tensors_in(self.arguments[name])}
         for other, value in self.arguments.items():
-            if other != name and (name in self.written or other in self.written):
-                if mine & {storage_id(x) for x in tensors_in(value)}:
-                    return other
+            is_written = name in self.written or other in self.written
+            theirs = {storage_id(x) for x in tensors_in(value)}
+            if other != name and is_written and mine & theirs:
+                return other
         return None
 
     def tensor(self, name: str) -> Tensor | None:
@@ -142,7 +147,7 @@ class Trial:
 
 def passed_on(raised: Raised) -> Exception:
     """The op's own exception, with the child's trace as its cause."""
-    cause = _NoException(f"in the child process:\n{raised.trace}")
+    cause = ChildTrace(f"in the child process:\n{raised.trace}")
     error = raised.error or RuntimeError(raised.text)
     error.__cause__ = cause
     return error

@@ -1,0 +1,100 @@
+"""The contracts of our ops are true: proved by running the ops, on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compile_ext.ops import quantize_fp8_blocks, quantize_fp8_groups, quantize_fp8_per_token
+from compile_ext.testing import ContractReport, check_contract
+
+OPS = torch.ops.compile_ext
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [  # m, n, k, with a bias
+    (1, 16, 128, False),
+    (5, 50, 130, True),
+    (3, 130, 257, False),
+    (4, 64, 384, False),
+    (7, 1, 9, True),
+    (2, 48, 640, True),
+]
+ALIGN = ("align['n']", "align['k']", "align['n', 'k']")
+
+
+def router_gemm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    return a, b, torch.randn(n) if bias else None
+
+
+def router_gemm_one(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return router_gemm(1, n, k, bias)
+
+
+def scaled_mm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, scale_a = quantize_fp8_per_token(torch.randn(m, k))
+    b, scale_b = quantize_fp8_per_token(torch.randn(n, k))
+    return a, b, scale_a, scale_b, torch.randn(n).bfloat16() if bias else None, torch.bfloat16
+
+
+def scaled_mm_per_tensor(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, b, _, _, *rest = scaled_mm(m, n, k, bias)
+    return a, b, torch.tensor([0.3]), torch.tensor(0.7), *rest
+
+
+def block_scaled_mm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, scale_a = quantize_fp8_groups(torch.randn(m, k).bfloat16())
+    b, scale_b = quantize_fp8_blocks(torch.randn(n, k))
+    return a, b, scale_a, scale_b, torch.randn(n) if bias else None, torch.float32
+
+
+def block_scaled_mm_bfloat16(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    _, b, scale_a, scale_b, *rest = block_scaled_mm(m, n, k, bias)
+    return torch.randn(m, k).bfloat16(), b, scale_a, scale_b, *rest
+
+
+def run(make: Callable[..., Any], op: str, shape: Any, device: str) -> ContractReport:
+    inputs = make(*shape)
+    moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
+    return check_contract(getattr(OPS, op).default, moved)
+
+
+def others(report: ContractReport, device: str) -> set[str]:
+    """What these inputs leave open, apart from what needs a GPU."""
+    left = {name.split()[0] for name in report.not_exercised} - {"gemm"}
+    return left - ({"prewait_reads"} if device == "cpu" else set())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("make", "op", "claims"),
+    [
+        (scaled_mm, "scaled_mm", ALIGN),
+        (scaled_mm_per_tensor, "scaled_mm", ALIGN),
+        (block_scaled_mm, "block_scaled_mm", (*ALIGN, "memory['scale_b']")),
+        (
+            block_scaled_mm_bfloat16,
+            "block_scaled_mm",
+            ("unread['scale_a']", *ALIGN, "memory['scale_b']"),
+        ),
+        (router_gemm, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
+        (router_gemm_one, "router_gemm_m1", ()),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",
+)
+def test_contract_holds(make, op, claims, shape, device):
+    report = run(make, op, shape, device)
+    print(report)
+    assert {"schema", "bounds", *claims} <= set(report.proved), str(report)
+    assert others(report, device) <= {"unread['scale_a']"}, str(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens_prove_nothing_and_break_nothing(device):
+    for make, op in ((scaled_mm, "scaled_mm"), (block_scaled_mm_bfloat16, "block_scaled_mm")):
+        report = run(make, op, (0, 16, 128, False), device)
+        assert report.proved == ()
+        assert "no elements" in report.not_exercised["align['n']"]
