@@ -4,6 +4,7 @@ import torch
 from torch.library import Library, register_fake
 
 import compile_ext
+from compile_ext.testing import check_contract
 
 # An op that quantizes x itself when `scale` is not asked for, and likes N in multiples of 8.
 library = Library("mylib", "DEF")
@@ -37,6 +38,8 @@ class Layer(torch.nn.Module):
 
 
 layer, x = Layer(), torch.randn(4, 16)
+for scaled in (False, True):  # what a test of the op does: run it, and prove what the contract claims
+    print(check_contract(torch.ops.mylib.gemm.default, (x, layer.w, torch.rand(30), scaled)))
 with torch.no_grad():
     compiled = torch.compile(layer, backend="compile_ext")
     torch.testing.assert_close(compiled(x), layer(x))

@@ -19,16 +19,15 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.contract import Gemm
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.derivation import Derivation, Padding
+from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.derived_inputs import Sources
 from compile_ext.passes.op_calls import OpCall, read_call
-from compile_ext.passes.padding.alignment import Widths, argument_widths, growth
+from compile_ext.passes.padding.alignment import Widths, argument_widths, growth, padding_of
 from compile_ext.passes.padding.cut_output import cut_output
 from compile_ext.passes.padding.fit_memory import fit_memory
 from compile_ext.passes.padding.pad_activation import pad_activation
 from compile_ext.passes.parameter_math import LazyParameterMath
 from compile_ext.passes.readers import read_transpose
-from compile_ext.passes.values import tensor
 
 
 def fold_weight_padding(graph: Graph, ctx: PassContext) -> None:
@@ -96,7 +95,7 @@ class _Padded:
         source = read_transpose(value)
         self._is_transposed = source is not None
         self._source = source or value
-        self._padding = _padding(self._source, widths, self._is_transposed)
+        self._padding = padding_of(self._source, widths, self._is_transposed)
         self.reason = ctx.why_not_derivable(self._source)
         self.constant: tuple[Sources, Derivation] | None = None
         if self.reason is None:
@@ -119,16 +118,3 @@ class _Padded:
             pad, value = [*self._padding.pad], self._padding.value
             made = self._ctx.insert(before, F.pad, self._source, pad, value=value)
         return self._ctx.insert(before, "t", made) if self._is_transposed else made
-
-
-def _padding(source: Node, widths: Widths, is_transposed: bool) -> Padding:
-    rank = tensor(source).dim()  # type: ignore[union-attr]
-    pad = [0] * (2 * rank)
-    fill = 0.0
-    for axis, (extra, value) in widths.items():
-        at = 1 - axis if is_transposed else axis
-        pad[2 * (rank - 1 - at) + 1] = extra
-        fill = value
-    while pad[-2:] == [0, 0]:  # F.pad counts from the last dimension: no width for those that stay
-        pad = pad[:-2]
-    return Padding(tuple(pad), fill, keep_order=True)

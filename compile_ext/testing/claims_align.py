@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 from torch import Tensor
 
 from compile_ext.ops.contract import Gemm
-from compile_ext.passes.fold_weight_padding import _padding
-from compile_ext.passes.padding.alignment import Widths, argument_widths, growth
+from compile_ext.passes.padding.alignment import Widths, argument_widths, growth, padding_of
 from compile_ext.testing.compare import bits_differ, values_differ
 from compile_ext.testing.isolated import Outcome
 from compile_ext.testing.memory import POISON_BYTE, copied, fill
@@ -98,8 +94,7 @@ def _read_pads(
 ) -> str:
     """Which new rows of weights, scales and bias the first n columns depend on. Those of K are in
     every sum."""
-    gemm = trial.contract.gemm
-    if n is None or gemm is None or set(_dims_of(widths, gemm)) != {"n"}:
+    if n is None or _gemm(trial).a in widths:
         return ""
     read: list[str] = []
     for name, axes in widths.items():
@@ -120,31 +115,22 @@ def _read_pads(
     return f"; rests on the pad values of {', '.join(read)}" if read else "; the pads are not read"
 
 
-def _dims_of(widths: dict[str, Widths], gemm: Gemm) -> list[str]:
-    return ["k" if gemm.a in widths else "n"]
-
-
 def _growth(trial: Trial) -> tuple[dict[str, int], Grow] | str:
-    gemm = trial.contract.gemm
-    assert gemm is not None  # the registry refuses align without it
-    return growth(_call(trial), gemm)
+    return growth(trial, _gemm(trial))
 
 
 def _widths(trial: Trial, sizes: dict[str, int], grow: Grow) -> dict[str, Widths] | str:
-    gemm = trial.contract.gemm
-    assert gemm is not None
-    return argument_widths(_call(trial), gemm, sizes, grow)
+    return argument_widths(trial, _gemm(trial), sizes, grow)
 
 
-def _call(trial: Trial) -> Any:
-    """The call as the pass reads it from a node: it looks at these two alone."""
-    return SimpleNamespace(arguments=trial.arguments, contract=trial.contract)
+def _gemm(trial: Trial) -> Gemm:
+    assert trial.contract.gemm is not None  # the registry refuses align without it
+    return trial.contract.gemm
 
 
 def _padded(trial: Trial, widths: dict[str, Widths]) -> dict[str, Tensor]:
     """As the pass pads a weight."""
-    arguments: dict[str, Any] = trial.arguments
-    return {x: _padding(arguments[x], w, False)(arguments[x]) for x, w in widths.items()}
+    return {x: padding_of(trial.arguments[x], w)(trial.arguments[x]) for x, w in widths.items()}
 
 
 def _in_words(sizes: dict[str, int], grow: Grow) -> str:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from compile_ext.ops.contract import Align, Gemm, Pad
-from compile_ext.passes.op_calls import OpCall
+from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.passes.derivation import Padding
 from compile_ext.passes.values import is_static, tensor
 
 Widths = dict[int, tuple[int, float]]  # axis -> (new elements at its end, their value)
 Sizes = dict[str, int]  # "n", "k" -> elements
 
 
-def growth(call: OpCall, gemm: Gemm) -> tuple[Sizes, Sizes] | str:
+class Call(Protocol):
+    """A call by schema name: of nodes (``OpCall``), or of tensors (``compile_ext.testing``)."""
+
+    @property
+    def contract(self) -> OpContract: ...
+
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+
+def growth(call: Call, gemm: Gemm) -> tuple[Sizes, Sizes] | str:
     """N and K of the weight, and what each lacks to its multiple; or why that cannot be told."""
     b = tensor(call.arguments[gemm.b])
     if b is None or b.dim() != 2:
@@ -23,7 +33,7 @@ def growth(call: OpCall, gemm: Gemm) -> tuple[Sizes, Sizes] | str:
     return sizes, {d: -int(sizes[d]) % a.multiple for d, a in call.contract.align.items()}
 
 
-def argument_widths(call: OpCall, gemm: Gemm, sizes: Sizes, grow: Sizes) -> dict[str, Widths] | str:
+def argument_widths(call: Call, gemm: Gemm, sizes: Sizes, grow: Sizes) -> dict[str, Widths] | str:
     """The arguments that grow and how; or why that cannot be told."""
     align = {d: a for d, a in call.contract.align.items() if grow[d]}
     found: dict[str, Widths] = {}
@@ -76,3 +86,20 @@ def _axis(name: str, shape: Any, gemm: Gemm, dim: str, spec: Pad, size: int) -> 
     if len(axes) != 1 or not is_static(shape[axes[0]]) or shape[axes[0]] != size:
         return f"{name} of shape {list(shape)} has no single axis of {size} for {dim.upper()}"
     return axes[0]
+
+
+def padding_of(source: Any, widths: Widths, is_transposed: bool = False) -> Padding:
+    """The padding of a node or a tensor that grows by ``widths``; of its transpose, where what
+    grows is its transposed view."""
+    found = tensor(source)
+    assert found is not None  # it has widths
+    rank = found.dim()
+    pad = [0] * (2 * rank)
+    fill = 0.0
+    for axis, (extra, value) in widths.items():
+        at = 1 - axis if is_transposed else axis
+        pad[2 * (rank - 1 - at) + 1] = extra
+        fill = value
+    while pad[-2:] == [0, 0]:  # F.pad counts from the last dimension: no width for those that stay
+        pad = pad[:-2]
+    return Padding(tuple(pad), fill, keep_order=True)
