@@ -28,154 +28,41 @@ import json
 import logging
 import platform
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
+from padding_models import (
+    CASES,
+    COLUMNS,
+    DEVICE,
+    Call,
+    Case,
+    Column,
+    Linear,
+    build,
+    compiled_produce,
+    compiled_read,
+    read,
+    up,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.compile_fx import inductor_metrics_log
 from torch.profiler import ProfilerActivity, profile
 
 import compile_ext
-from compile_ext.ops import quantize_fp8_per_token, scaled_mm
 
 CALLS, ROUNDS = 20, 40
-COLUMNS = ("each call", "vLLM", "vLLM, fused", "nothing left", "compile_ext")
 AROUND = "producer and reader"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True)
-class Case:
-    n: int
-    k: int
-    bias: bool
-    is_head: bool = False
-
-
-CASES = (
-    Case(3420, 1280, True),
-    Case(1280, 3420, True),
-    Case(50257, 768, False, is_head=True),
-    Case(4300, 4096, False),
-)
 TOKENS = (1, 16, 64, 256, 2048)
-
-
-def up(size: int) -> int:
-    return -(-size // 16) * 16
-
-
-def produce(x: Tensor) -> tuple[Tensor, Tensor]:
-    return quantize_fp8_per_token(F.gelu(x))
-
-
-def read(y: Tensor, residual: Tensor | None) -> Tensor:
-    return y.amax(-1) if residual is None else y + residual
-
-
-class Linear(nn.Module):
-    """The linear in its place, with its weights as a checkpoint stores them."""
-
-    def __init__(self, n: int, k: int, case: Case) -> None:
-        super().__init__()
-        w, scale = quantize_fp8_per_token(torch.randn(n, k, device=DEVICE))
-        self.w, self.scale = (nn.Parameter(t, requires_grad=False) for t in (w, scale))
-        bias = torch.randn(n, device=DEVICE).bfloat16() if case.bias else None
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        a, scale = produce(x)
-        return read(scaled_mm(a, self.w, scale, self.scale, self.bias), residual)
-
-
-def pad_last(x: Tensor, size: int) -> Tensor:
-    return F.pad(x, (0, size - x.shape[-1]))
-
-
-class PadEachCall(Linear):
-    def gemm(self, a: Tensor, scale: Tensor) -> Tensor:
-        n, k = self.w.shape
-        w = F.pad(self.w, (0, up(k) - k, 0, up(n) - n))
-        scale_b = F.pad(self.scale, (0, 0, 0, up(n) - n), value=1.0)
-        return self._multiply(a, scale, w, scale_b)
-
-    def _multiply(self, a: Tensor, scale: Tensor, w: Tensor, scale_b: Tensor) -> Tensor:
-        n = self.w.shape[0]
-        bias = None if self.bias is None else pad_last(self.bias, w.shape[0])
-        out = scaled_mm(pad_last(a, w.shape[1]), w, scale, scale_b, bias)
-        return out[:, :n].contiguous() if w.shape[0] != n else out
-
-
-class PadAtLoad(PadEachCall):
-    def __init__(self, n: int, k: int, case: Case) -> None:
-        super().__init__(n, k, case)
-        self.padded = F.pad(self.w, (0, up(k) - k, 0, up(n) - n))
-        self.padded_scale = F.pad(self.scale, (0, 0, 0, up(n) - n), value=1.0)
-
-    def gemm(self, a: Tensor, scale: Tensor) -> Tensor:
-        return self._multiply(a, scale, self.padded, self.padded_scale)
-
-
-class Padded(PadAtLoad):
-    def gemm(self, a: Tensor, scale: Tensor) -> Tensor:
-        bias = self.padded_bias
-        out = scaled_mm(a, self.padded, scale, self.padded_scale, bias)
-        return out[:, : self.w.shape[0]]
-
-    def __init__(self, n: int, k: int, case: Case) -> None:
-        super().__init__(n, k, case)
-        self.padded_bias = None if self.bias is None else pad_last(self.bias, up(n))
-
-
-Call = Callable[[], Any]
-compiled_produce = torch.compile(produce, dynamic=False)
-compiled_read = torch.compile(read, dynamic=False)
-
-
-def pieces(model: PadEachCall, x: Tensor, residual: Tensor | None) -> Call:
-    """Producer and reader compiled, what is between them as ATen ops."""
-    return lambda: compiled_read(model.gemm(*compiled_produce(x)), residual)
-
-
-@dataclass(frozen=True)
-class Column:
-    call: Call
-    model: Linear
-    x: Tensor
-    residual: Tensor | None
-
-
-def build(case: Case, m: int) -> dict[str, Column]:
-    n, k = case.n, case.k
-    x = torch.randn(m, k, device=DEVICE).bfloat16()
-    residual = None if case.is_head else torch.randn(m, n, device=DEVICE).bfloat16()
-    each, load, ours = PadEachCall(n, k, case), PadAtLoad(n, k, case), Linear(n, k, case)
-    fused, stored = PadAtLoad(n, k, case), Padded(n, k, case)
-    long = pad_last(x, up(k))
-
-    def whole(model: PadEachCall, x: Tensor) -> Tensor:
-        return read(model.gemm(*produce(x)), residual)
-
-    run_whole = torch.compile(whole, dynamic=False)
-    run_ours = torch.compile(ours, backend="compile_ext", dynamic=False)
-    calls: dict[str, tuple[Call, Linear]] = {
-        "each call": (pieces(each, x, residual), each),
-        "vLLM": (pieces(load, x, residual), load),
-        "vLLM, fused": (lambda: run_whole(fused, x), fused),
-        "nothing left": (lambda: run_whole(stored, long), stored),
-        "compile_ext": (lambda: run_ours(x, residual), ours),
-    }
-    return {name: Column(call, model, x, residual) for name, (call, model) in calls.items()}
 
 
 def padding_bytes(case: Case, m: int, column: str) -> int:
@@ -189,6 +76,19 @@ def padding_bytes(case: Case, m: int, column: str) -> int:
     return gemm + activation + rows + (weight if column == "each call" else 0)
 
 
+def device_work(call: Call) -> list[str]:
+    """Kernels and copies of one call, by name.
+
+    ``compile_ext.demo.kernels.count_kernels`` leaves copies out: here they are what a pad costs.
+    """
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    events = profiled.events() or []
+    return [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
 def compile_and_count(call: Call) -> tuple[int, list[str]]:
     """Bytes that Inductor's graphs read and write, and kernels (on a CPU: how many it wrote)."""
     metrics.reset()
@@ -198,15 +98,7 @@ def compile_and_count(call: Call) -> tuple[int, list[str]]:
     with no_cache, torch._inductor.config.patch(fx_graph_cache=False):
         call()
     compiled, generated = metrics.num_bytes_accessed, metrics.generated_kernel_count
-    if DEVICE == "cpu":
-        return compiled, [f"{generated} of Inductor"]
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    events = profiled.events() or []
-    names = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    return compiled, names
+    return compiled, [f"{generated} of Inductor"] if DEVICE == "cpu" else device_work(call)
 
 
 def largest_error(column: Column, got: Tensor) -> float:
@@ -270,14 +162,15 @@ def measure(case: Case, m: int) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes on the device while 8 layers with N = 3420 are folded, above the start."""
+    """Bytes on the device while 8 layers of the first case are folded, above the start."""
     torch._dynamo.reset()
-    layers = [Linear(3420, 1280, CASES[0]) for _ in range(8)]
+    case = CASES[0]
+    layers = [Linear(case) for _ in range(8)]
 
     def forward(x: Tensor) -> Tensor:
         return torch.stack([layer(x, None) for layer in layers])
 
-    x = torch.randn(1, 1280, device=DEVICE).bfloat16()
+    x = torch.randn(1, case.k, device=DEVICE).bfloat16()
     run = torch.compile(forward, backend="compile_ext")
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
@@ -287,7 +180,8 @@ def memory() -> dict[str, int]:
     peak = torch.cuda.max_memory_allocated() - start
     after = torch.cuda.memory_allocated() - start
     parameters = [p for layer in layers for p in layer.parameters()]
-    pads = sum(4 * p[0].numel() * p.element_size() for p in parameters)
+    rows = up(case.n) - case.n
+    pads = sum(rows * p[0].numel() * p.element_size() for p in parameters)
     largest = max(p.numel() * p.element_size() for p in parameters)
     return {"peak": peak, "after": after, "pad_rows": pads, "largest_weight": largest}
 
