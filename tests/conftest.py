@@ -1,4 +1,5 @@
-"""Set-up of every test, and what the tests of the ops share: error bounds, opcheck, refusals."""
+"""Set-up of every test, what the tests of the ops share (error bounds, opcheck, refusals), and
+derivations of plain functions."""
 
 from __future__ import annotations
 
@@ -135,3 +136,20 @@ def assert_refused() -> AssertRefused:
             assert text in str(traced.value)
 
     return check
+
+
+Derive = Callable[[Callable[..., Tensor]], Any]
+
+
+@pytest.fixture
+def derive() -> Derive:
+    """The derivation of what a function of parameters computes."""
+    from compile_ext.passes.derivation import derivation_of  # seconds: only where needed
+
+    def derive(function: Callable[..., Tensor]) -> Any:
+        nodes = list(torch.fx.symbolic_trace(function).graph.nodes)
+        sources = [n for n in nodes if n.op == "placeholder"]
+        calls = [n for n in nodes if n.op.startswith("call_")]
+        return derivation_of(calls, sources, calls[-1])
+
+    return derive

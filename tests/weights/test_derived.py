@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_ext.derived import Constants, Stamp, constants, refresh
-from compile_ext.passes.derivation import (
-    Chain,
-    Padding,
-    Program,
-    Restride,
-    after,
-    derivation_of,
-)
+from compile_ext.passes.derivation import Padding
 
 HOW = Padding((0, 0, 0, 2), 0.0)
 HOMED = "re-homed: the parameter lives in it"
@@ -41,14 +33,6 @@ def value_of(table: Constants, *sources: Tensor) -> Tensor:
     value = table.of(sources).value
     assert value is not None
     return value
-
-
-def program(function: Callable[..., Tensor]) -> Any:
-    """What a function of parameters computes, as a derivation."""
-    nodes = list(torch.fx.symbolic_trace(function).graph.nodes)
-    sources = [n for n in nodes if n.op == "placeholder"]
-    calls = [n for n in nodes if n.op.startswith("call_")]
-    return derivation_of(calls, sources, calls[-1])
 
 
 def test_computed_once_and_then_looked_up(rehome: bool) -> None:
@@ -179,8 +163,8 @@ def test_freed_with_the_parameter(rehome: bool) -> None:
     assert buffer() is None
 
 
-def test_freed_with_any_of_its_parameters() -> None:
-    table = Constants(program(lambda q, k: torch.cat([q, k])))
+def test_freed_with_any_of_its_parameters(derive: Any) -> None:
+    table = Constants(derive(lambda q, k: torch.cat([q, k])))
     q, k = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
     buffer = weakref.ref(value_of(table, q, k))
     del k
@@ -223,7 +207,7 @@ def test_moved_to_another_dtype(rehome: bool) -> None:
     assert torch.equal(value_of(table, p), expected(p))
 
 
-def test_threads_see_whole_values(rehome: bool) -> None:
+def test_threads_see_whole_values(rehome: bool, in_four_threads: Any) -> None:
     table, p = Constants(HOW, rehome), nn.Parameter(torch.zeros(256, 256))
     wrong: list[float] = []
 
@@ -233,17 +217,13 @@ def test_threads_see_whole_values(rehome: bool) -> None:
             if not torch.equal(value, p.detach()):
                 wrong.append(float(value.sum()))
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_four_threads(read)
     assert wrong == []
     assert table.refreshes == 1
 
 
-def test_several_sources_are_all_followed() -> None:
-    table = Constants(program(lambda q, k: torch.cat([q, k])))
+def test_several_sources_are_all_followed(derive: Any) -> None:
+    table = Constants(derive(lambda q, k: torch.cat([q, k])))
     q, k = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
     address = value_of(table, q, k).data_ptr()
     assert table.of([q, k]).kind == "a copy: it is computed"
@@ -258,8 +238,8 @@ def test_several_sources_are_all_followed() -> None:
     assert not value_of(table, q, k).requires_grad
 
 
-def test_the_order_of_sources_matters() -> None:
-    table = Constants(program(lambda a, b: a - b))
+def test_the_order_of_sources_matters(derive: Any) -> None:
+    table = Constants(derive(lambda a, b: a - b))
     p, q = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     assert torch.equal(value_of(table, p, q), p - q)
     assert torch.equal(value_of(table, q, p), q - p)
@@ -275,9 +255,9 @@ NO_OPS: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("function", NO_OPS.values(), ids=NO_OPS)
 def test_a_program_that_does_nothing_leaves_its_source_alone(
-    function: Callable[[Any], Tensor],
+    function: Callable[[Any], Tensor], derive: Any
 ) -> None:
-    table, p = Constants(program(function)), nn.Parameter(torch.randn(6, 8))
+    table, p = Constants(derive(function)), nn.Parameter(torch.randn(6, 8))
     first = value_of(table, p)
     assert first.untyped_storage().data_ptr() != p.untyped_storage().data_ptr()
     old, new = p.data, torch.randn(6, 8)
@@ -289,9 +269,9 @@ def test_a_program_that_does_nothing_leaves_its_source_alone(
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one source", "two sources"])
-def test_refresh_of_writes_without_a_trace(several: bool) -> None:
+def test_refresh_of_writes_without_a_trace(several: bool, derive: Any) -> None:
     p, q = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6, 8))
-    how = program(lambda a, b: torch.cat([a, b])) if several else HOW
+    how = derive(lambda a, b: torch.cat([a, b])) if several else HOW
     sources = [p, q] if several else [p]
     table = constants(how, sources, rehome=False)
     stale = value_of(table, *sources).clone()
@@ -300,131 +280,6 @@ def test_refresh_of_writes_without_a_trace(several: bool) -> None:
     assert refresh([p]) == 1
     want = torch.cat([p, q]) if several else expected(p)
     assert torch.equal(value_of(table, *sources), want)
-
-
-# ---- derivations -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pad", [(0, 2), (0, 0, 0, 2), (1, 2, 3, 4), (0, 2, 0, 3)], ids=str)
-@pytest.mark.parametrize("permutation", [(0, 1), (1, 0)], ids=str)
-def test_pad_keeps_the_memory_order(pad: tuple[int, ...], permutation: tuple[int, int]) -> None:
-    x = torch.randn(6, 8).permute(permutation)
-    got = Padding(pad, 1.5, keep_order=True)(x)
-    assert torch.equal(got, F.pad(x, pad, value=1.5))
-    assert (got.stride(0) > got.stride(1)) == (x.stride(0) > x.stride(1))
-    assert Padding(pad, 1.5)(x).stride() == F.pad(x, pad).stride()
-
-
-def test_pad_of_float8() -> None:
-    x = torch.randn(6, 8).to(torch.float8_e4m3fn)
-    got = Padding((0, 8, 0, 2), 0.0)(x)
-    assert got.dtype == torch.float8_e4m3fn
-    assert torch.equal(got.float(), F.pad(x.float(), (0, 8, 0, 2)))
-
-
-def test_chain_applies_in_order() -> None:
-    x = torch.randn(2, 3)
-    got = Chain(Padding((0, 1), 1.0), (Padding((0, 1), 2.0),))(x)
-    assert torch.equal(got, F.pad(F.pad(x, (0, 1), value=1.0), (0, 1), value=2.0))
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "want"),
-    [
-        ((3, 5), (5, 1), (8, 1)),
-        ((3, 5), (1, 3), (1, 8)),  # column-major stays that
-        ((3, 5), (45, 1), (8, 1)),  # a slice of something wider
-        ((2, 3, 5), (15, 5, 1), (24, 8, 1)),
-        ((5,), (2,), (1,)),
-    ],
-    ids=str,
-)
-def test_restride(size: tuple[int, ...], stride: tuple[int, ...], want: tuple[int, ...]) -> None:
-    x = torch.randn(200).as_strided(size, stride)
-    got = Restride(8)(x)
-    assert torch.equal(got, x)
-    assert got.stride() == want
-    assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-
-
-def test_what_fits_is_not_copied() -> None:
-    for x in (torch.randn(3, 8), torch.randn(3, 40)[:, :5]):
-        assert Restride(8)(x).data_ptr() == x.data_ptr()
-    odd = torch.randn(4 * 40)[1:].as_strided((3, 5), (40, 1))
-    made = Restride(8, 16)(odd)
-    assert torch.equal(made, odd)
-    assert (made.data_ptr() % 16, made.stride()) == (0, (40, 1))  # strides that a graph relies on
-
-
-def test_after_makes_one_pad_of_two_with_one_value() -> None:
-    first, x = Padding((0, 1), 2.0, keep_order=True), torch.randn(3, 2).t()
-    merged = after(first, Padding((0, 0, 0, 3), 2.0))
-    assert merged == Padding((0, 1, 0, 3), 2.0, keep_order=True)
-    assert torch.equal(merged(x), F.pad(x, (0, 1, 0, 3), value=2.0))
-    cat = program(lambda q: torch.cat([q, q]))
-    chain = Chain(cat, (Padding((0, 1), 2.0),))
-    assert after(chain, Padding((0, 2), 2.0)) == Chain(cat, (Padding((0, 3), 2.0),))
-
-
-STEPS: dict[str, tuple[Padding | Program, Padding | Restride]] = {
-    "other value": (Padding((0, 1), 2.0), Padding((0, 1), 3.0)),
-    "in front": (Padding((1, 0), 2.0), Padding((0, 1), 2.0)),
-    "restride": (Padding((0, 1), 2.0), Restride(8)),
-    "computed": (program(lambda w: w * 2), Padding((0, 1), 2.0)),
-}
-
-
-@pytest.mark.parametrize(("first", "then"), STEPS.values(), ids=STEPS)
-def test_after_chains_what_is_no_single_pad(
-    first: Padding | Program, then: Padding | Restride
-) -> None:
-    how, x = after(first, then), torch.randn(3, 5)
-    assert how == Chain(first, (then,))
-    assert torch.equal(how(x), then(first(x)))
-    assert how(x).stride() == then(first(x)).stride()
-
-
-@pytest.mark.parametrize("then", [Restride(16), Padding((0, 1), 3.0)], ids=str)
-def test_after_a_chain(then: Padding | Restride) -> None:
-    chain, x = Chain(program(lambda w: w * 2), (Padding((0, 1), 2.0),)), torch.randn(3, 5)
-    assert torch.equal(after(chain, then)(x), then(chain(x)))
-
-
-def test_a_pad_of_a_placeholder_is_a_padding_and_all_else_a_program() -> None:
-    assert program(lambda w: F.pad(w, (0, 1), value=2.0)) == Padding((0, 1), 2.0)
-    how = program(lambda w: F.pad(w, (0, 1)).t())
-    assert isinstance(how, Program)
-    assert str(how) == "pad, t"
-    x = torch.randn(3, 5)
-    assert torch.equal(how(x), F.pad(x, (0, 1)).t())
-
-
-SPELLINGS: dict[str, Callable[[Any], Tensor]] = {
-    "1": lambda w: w * 1,
-    "1.0": lambda w: w * 1.0,
-    "True": lambda w: w * True,
-    "add": lambda w: w + 1,
-    "0.0": lambda w: w * 0.0,
-    "-0.0": lambda w: w * -0.0,
-    "method": lambda w: w.mul(1),
-    "op": lambda w: torch.mul(w, 1),
-    "slice": lambda w: w[1:] * 1,
-    "other slice": lambda w: w[:1] * 1,
-    "float16": lambda w: w.to(torch.float16),
-    "bfloat16": lambda w: w.to(torch.bfloat16),
-    "order": lambda w: (w * 1).t(),
-    "other order": lambda w: w.t() * 1,
-}
-
-
-def test_programs_are_equal_only_if_they_compute_the_same() -> None:
-    made = {name: program(f) for name, f in SPELLINGS.items()}
-    assert len(set(made.values())) == len(SPELLINGS)
-    for name, f in SPELLINGS.items():
-        again = program(f)
-        assert again == made[name]
-        assert hash(again) == hash(made[name])
-    assert program(lambda a, b: a - b) != program(lambda a, b: b - a)
 
 
 def test_pads_with_zeros_of_two_signs_are_not_equal() -> None:

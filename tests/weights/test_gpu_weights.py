@@ -4,7 +4,6 @@ what the padding costs in kernels and memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_no_constant_is_computed_inside_a_capture() -> None:
         agree(compiled(x), model, x)
 
 
-def test_refresh_is_complete_for_every_stream_and_thread() -> None:
+def test_refresh_is_complete_for_every_stream_and_thread(in_four_threads: Any) -> None:
     model, x = Mlp(), torch.randn(5, 64, device="cuda").bfloat16()
     compiled = torch.compile(model, backend="compile_ext")
     wrong: list[str] = []
@@ -153,11 +152,7 @@ def test_refresh_is_complete_for_every_stream_and_thread() -> None:
         with torch.no_grad():
             model.down.weight.copy_(new_value(model.down.weight))
         torch.cuda.synchronize()  # the writer's part: the write comes before the calls
-        threads = [threading.Thread(target=serve) for _ in range(4)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        in_four_threads(serve)
     assert wrong == []
 
 
