@@ -52,6 +52,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch._inductor import metrics
 from torch._inductor.compile_fx import inductor_metrics_log
 from torch.profiler import ProfilerActivity, profile
@@ -60,8 +61,6 @@ import compile_ext
 
 CALLS, ROUNDS = 20, 40
 AROUND = "producer and reader"
-
-
 TOKENS = (1, 16, 64, 256, 2048)
 
 
@@ -86,7 +85,7 @@ def device_work(call: Call) -> list[str]:
         call()
         torch.cuda.synchronize()
     events = profiled.events() or []
-    return [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in events if e.device_type == DeviceType.CUDA]
 
 
 def compile_and_count(call: Call) -> tuple[int, list[str]]:

@@ -1,4 +1,5 @@
-"""fold_weight_padding on pads that a user wrote: ``F.pad(weight)`` on each call."""
+"""fold_parameter_math on pads that a user wrote (``F.pad(weight)`` on each call): every spelling,
+branches of a cond, and when the pass stands back."""
 
 from __future__ import annotations
 

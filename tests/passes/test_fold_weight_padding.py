@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
+from compile_ext.layers import BlockFp8Linear
 from compile_ext.ops import (
     block_scaled_mm,
-    quantize_fp8_blocks,
     quantize_fp8_groups,
     quantize_fp8_per_token,
     scaled_mm,
@@ -101,21 +101,14 @@ return [%3]""",
 
 
 def test_an_m_known_only_at_run_time(rewrite: Any) -> None:
-    def chosen(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        a, scale_a = quantize_fp8_groups(x[x[:, 0].nonzero()[:, 0]])  # the tokens of one expert
-        return block_scaled_mm(a, weight, scale_a, scale)
+    layer = BlockFp8Linear(torch.randn(50, 136))
 
-    class Expert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            w, scale = quantize_fp8_blocks(torch.randn(50, 136))
-            self.w, self.scale = (nn.Parameter(t, requires_grad=False) for t in (w, scale))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return chosen(x, self.w, self.scale)
+    def expert(x: Tensor) -> Tensor:
+        a, scale = quantize_fp8_groups(x[x[:, 0].nonzero()[:, 0]])  # the tokens of one expert
+        return block_scaled_mm(a, layer.weight, scale, layer.weight_scale)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        got = rewrite(Expert(), torch.randn(5, 136).bfloat16(), tolerance=ROUNDING, fullgraph=True)
+        got = rewrite(expert, torch.randn(5, 136).bfloat16(), tolerance=ROUNDING, fullgraph=True)
     assert got.of(PASS) == [(True, "N 50 -> 64, K 136 -> 144: a, b padded")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,8 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from compile_ext.ops import (
-    block_scaled_mm,
-    quantize_fp8_blocks,
-    quantize_fp8_groups,
-    quantize_fp8_per_token,
-)
+from compile_ext.layers import BlockFp8Linear
+from compile_ext.ops import block_scaled_mm, quantize_fp8_groups, quantize_fp8_per_token
 
 PASS = "fold_weight_padding"
 FIRED = (True, "K 6 -> 8: w, x padded")
@@ -118,8 +115,9 @@ return [%14]""",
     )
 
 
-# Means and sums add 6 numbers in another order: a scale is some 2^-23 off, and a number that lies
-# at the edge of two FP8 values can take the other one: 2^-3 of a product, of 6 up to 20.
+# Means and sums add 6 numbers in another order: a scale is some 2^-23 off, and with it a result, of
+# 6 products up to 20: less than 1e-4. No number here lies so close to the edge of two FP8 values
+# that it takes the other one, which would be 2^-3 of a product.
 SUMS: dict[str, Callable[[Any, Tensor], Any]] = {
     "RMSNorm": lambda m, x: quantized_gemm(m, rms_norm(m, x)),
     "add, norm, residual": add_then_norm,
@@ -129,11 +127,19 @@ SUMS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+# The sum reads the padded extents, in which the pad holds zeros.
+MASKED_SUM = re.compile(
+    r"(%\d+): float32\[5, 6\] = \.narrow\(%\d+, -1, 0, 6\)\n"
+    r"(%\d+): float32\[5, 8\] = pad\(\1, \[0, 2\], value=0\.0\)\n"
+    r"%\d+: float32\[5, 1\] = \.?sum\(\2, -1, (keepdim=)?True\)\n"
+)
+
+
 @pytest.mark.parametrize("run", SUMS.values(), ids=SUMS)
 def test_sums(rewrite: Any, run: Any) -> None:
     got = rewrite(Layer(run), torch.randn(5, K), tolerance=1e-4)
     assert got.of(PASS) == [FIRED]
-    assert "torch.sum" in got.graph or "sum(" in got.graph
+    assert MASKED_SUM.search(got.graph)
 
 
 BEHIND: dict[str, Callable[[Any, Tensor], Any]] = {  # the pad stays behind the quantization
@@ -235,23 +241,18 @@ def test_weight_of_the_norm_is_padded_once(rewrite: Any) -> None:
     assert "float32[8] = pad([0, 2], 0)" in got.graph
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        w, scale = quantize_fp8_blocks(torch.randn(50, 136))
-        self.w, self.scale = (nn.Parameter(t, requires_grad=False) for t in (w, scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, scale = quantize_fp8_groups(F.silu(x))
-        return block_scaled_mm(q, self.w, scale, self.scale)
-
-
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_groups(rewrite: Any, inner: str) -> None:
+    layer = BlockFp8Linear(torch.randn(50, 136))
+
+    def run(x: Tensor) -> Tensor:
+        q, scale = quantize_fp8_groups(F.silu(x))
+        return block_scaled_mm(q, layer.weight, scale, layer.weight_scale)
+
     # One ulp of a bfloat16 result below 64 is 0.25; float32 sums of another order round it.
     # Inductor does not round silu to bfloat16: some of 136 inputs take the FP8 value beside.
     got = rewrite(
-        Blocks(),
+        run,
         torch.randn(5, 136).bfloat16(),
         tolerance=0.25 if inner == "eager" else 1.0,
         options={"compile_ext.inner": inner},
@@ -278,7 +279,7 @@ def test_mean_of_all_tokens(rewrite: Any) -> None:
         scale = x.abs().mean((0, 1), keepdim=True)
         return ops.gemm_fp8((x / scale).to(FP8), m.w, scale), scale
 
-    rewrite(Layer(run), torch.randn(5, K), tolerance=0.5)
+    rewrite(Layer(run), torch.randn(5, K))
 
 
 def test_mean_in_float64(rewrite: Any) -> None:
@@ -286,4 +287,4 @@ def test_mean_in_float64(rewrite: Any) -> None:
         scale = x.abs().mean(-1, keepdim=True, dtype=torch.float64)
         return ops.gemm_fp8((x / scale).to(FP8), m.w, scale), scale
 
-    rewrite(Layer(run), torch.randn(5, K), tolerance=0.5)
+    rewrite(Layer(run), torch.randn(5, K))
