@@ -38,7 +38,7 @@ class Layer(torch.nn.Module):
 
 
 layer, x = Layer(), torch.randn(4, 16)
-for scaled in (False, True):  # what a test of the op does: run it, and prove what the contract claims
+for scaled in (False, True):  # in a test of the op: run it, and prove the contract's claims
     print(check_contract(torch.ops.mylib.gemm.default, (x, layer.w, torch.rand(30), scaled)))
 with torch.no_grad():
     compiled = torch.compile(layer, backend="compile_ext")
