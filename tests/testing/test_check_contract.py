@@ -1,4 +1,4 @@
-"""For each claim an op of which it is true, and one of which it is false: what is read and written."""
+"""What an op reads and writes: for each claim one of which it is true, and one of which not."""
 
 from __future__ import annotations
 
