@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from compile_ext.ops.errors import CheckError
 from compile_ext.passes import PassContext
 from compile_ext.passes.context import module_hint
+from compile_ext.passes.fills.empty import holds_nothing
 from compile_ext.passes.op_calls import read_call
-from compile_ext.passes.readers import is_empty, op_name
+from compile_ext.passes.readers import op_name
 from compile_ext.passes.values import dtype_name
 from compile_ext.records import GraphRecord
 
@@ -118,7 +119,7 @@ class _Comparer(Interpreter):
         return value
 
     def _is_rewritten(self, n: Node) -> bool:
-        if n.op == "placeholder" or n.name in self.ctx.changed or is_empty(n):
+        if n.op == "placeholder" or n.name in self.ctx.changed or holds_nothing(n):
             return False
         return n.name in self.ctx.replaced or read_call(n) is not None
 

@@ -14,9 +14,12 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.registry import contract_of
 from compile_ext.passes.effects import is_plain_write, written_arguments
+from compile_ext.passes.op_calls import overload
 from compile_ext.passes.purity import aten_ops, is_pure
 from compile_ext.passes.scopes import Scope
 from compile_ext.passes.values import storage
+
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def erase_dead(graph: Graph, ends: Iterable[Node], scopes: list[Scope]) -> None:
@@ -35,7 +38,7 @@ def erase_dead(graph: Graph, ends: Iterable[Node], scopes: list[Scope]) -> None:
             continue
         group = _group(node, of_storage)
         is_read = any(user not in group for x in group for user in x.users)
-        if is_read or not all(_is_erasable(x, scopes) for x in group):
+        if is_read or not all(is_erasable(x, scopes) for x in group):
             continue
         inputs = {y: None for x in group for y in x.all_input_nodes if y not in group}
         while group:
@@ -43,6 +46,13 @@ def erase_dead(graph: Graph, ends: Iterable[Node], scopes: list[Scope]) -> None:
                 graph.erase_node(x)
                 group.discard(x)
         todo += inputs
+
+
+def erase_write(write: Node) -> None:
+    """Erase a plain write. ``fill_`` and its like return what they write: the buffer itself."""
+    if write.users:
+        write.replace_all_uses_with(written_arguments(write)[0])
+    write.graph.erase_node(write)
 
 
 def _group(node: Node, of_storage: dict[int, list[Node]]) -> set[Node]:
@@ -64,22 +74,19 @@ def _group(node: Node, of_storage: dict[int, list[Node]]) -> set[Node]:
     return group
 
 
-def _is_erasable(node: Node, scopes: list[Scope]) -> bool:
+def is_erasable(node: Node, scopes: list[Scope]) -> bool:
     """It computes a value, or fills a buffer, and does nothing else."""
     if node.op not in ("call_function", "call_method"):
         return False
+    op = overload(node)
     if written_arguments(node):
-        return is_plain_write(node) or _is_declared(node.target)
-    if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
-        return _is_declared(node.target) or not node.is_impure()
+        return is_plain_write(node) or _is_declared(op)
+    if op is not None and op.namespace not in ("aten", "prims"):
+        return _SEEDED not in op.tags and not node.is_impure()
     ops = aten_ops(node, scopes)
     return ops is not None and is_pure(ops)
 
 
-def _is_declared(target: object) -> bool:
+def _is_declared(op: OpOverload | None) -> bool:
     """Whether its author says what it reads and writes, in a contract."""
-    return (
-        isinstance(target, OpOverload)
-        and contract_of(target) is not None
-        and torch.Tag.nondeterministic_seeded not in target.tags
-    )
+    return op is not None and contract_of(op) is not None and _SEEDED not in op.tags

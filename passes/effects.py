@@ -37,13 +37,13 @@ def written_arguments(node: Node) -> list[Node]:
         target = node.target
         name = str(getattr(target, "__name__", ""))
         if target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            written += node.args[:1]
+            written += _first(node)
         elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             written += _written_by_schema(target, node)
         elif target in (F.embedding, F.embedding_bag, *_WRITES_AT):
             written += _hidden_writes(node)
         elif _is_inplace(target, node):
-            written += node.args[:1]
+            written += _first(node)
         elif (
             name == "triton_kernel_wrapper_mutation"
         ):  # a user's Triton kernel: any pointer may be written
@@ -52,6 +52,12 @@ def written_arguments(node: Node) -> list[Node]:
         written += node.all_input_nodes
     written.append(node.kwargs.get("out"))
     return [x for group in written for x in _flat(group)]
+
+
+def _first(node: Node) -> list[Any]:
+    """The first argument, by position or by the name that torch gives it."""
+    names = [x for x in ("input", "self", "tensor") if x in node.kwargs]
+    return list(node.args[:1]) or [node.kwargs[x] for x in names[:1]]
 
 
 _PLAIN_METHODS = {"copy_", "fill_", "zero_", "__setitem__"}

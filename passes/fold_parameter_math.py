@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_dead
+from compile_ext.passes.dead_code import erase_dead, erase_write
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.purity import aten_ops, cannot_fail
@@ -40,9 +40,7 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
     for result, how in folded:
         new = ctx.derive(tuple(result.sources), how)
         for write in result.writes:
-            if write.users:  # copy_ and its like return what they write
-                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-            write.graph.erase_node(write)
+            erase_write(write)
         ctx.replace(result.node, new)
     erase_dead(graph, [x for result, _ in folded for x in result.nodes], ctx.scopes)
 

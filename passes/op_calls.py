@@ -55,7 +55,7 @@ def read_call(node: Node) -> OpCall | None:
         return None
     if node.target in _FUNCTIONALIZED:
         return _read_functional(node)
-    op = _overload(node)
+    op = overload(node)
     contract = contract_of(op) if op is not None else None
     arguments = _bind(op, node) if op is not None and contract is not None else None
     if op is None or contract is None or arguments is None:
@@ -63,7 +63,7 @@ def read_call(node: Node) -> OpCall | None:
     return OpCall(node, op, contract, arguments)
 
 
-def _overload(node: Node) -> OpOverload | None:
+def overload(node: Node) -> OpOverload | None:
     """The overload that a node calls; of a packet, the one that torch would take."""
     target: Any = node.target
     name = getattr(target, "__name__", "")

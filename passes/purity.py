@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.values import call_on_fakes, fake_mode, substitute
+from compile_ext.passes.values import call_on_fakes, fake_mode, in_transform, substitute
 
 _ATEN = ("aten", "prims", "prim")
 _NOT_PURE = {
@@ -52,6 +52,8 @@ def run_on_fakes(
         return None
     if isinstance(node.target, HigherOrderOperator) or not _is_known(node.target):
         return None
+    if any(map(in_transform, (node, *node.all_input_nodes))):
+        return None  # the wrappers of vmap and its like are dead after tracing
     recorder = _Recorder()
     args, kwargs = substitute(node.args, values or {}), substitute(node.kwargs, values or {})
     value = call_on_fakes(node, args, kwargs, fake_mode(scopes), recorder)

@@ -13,7 +13,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_dead
+from compile_ext.passes.dead_code import erase_dead, erase_write
 from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.purity import aten_ops
@@ -52,9 +52,7 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
             continue
         ctx.fired(reader, f"{how}, which it reads, is a constant")
         for write in result.writes:
-            if write.users:  # fill_ and its like return what they write
-                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-            write.graph.erase_node(write)
+            erase_write(write)
         ctx.replace(result.node, ctx.constant(graph, how))
         erase_dead(graph, [x for x in result.nodes if not x._erased], ctx.scopes)
 

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Uninitialised
+from compile_ext.passes.readers import is_empty
 from compile_ext.passes.values import fake, is_static, same_size, tensor
 
 _SIZE_OF = torch.ops.aten.sym_size.int
@@ -29,7 +30,8 @@ def like(value: Node, ctx: PassContext) -> Uninitialised | None:
 def why_no_empty(value: Node, before: Node) -> str | None:
     """Why the graph cannot allocate the like of ``value`` in front of ``before``, or None."""
     found: Any = tensor(value)
-    for size in (*found.shape, *found.stride()):
+    strides = () if _is_row_major(found) else found.stride()
+    for size in (*found.shape, *strides):
         if not is_static(size) and _spelling(size, before, value) is None:
             return f"its size {size} is known behind it only"
     return None
@@ -38,16 +40,41 @@ def why_no_empty(value: Node, before: Node) -> str | None:
 def insert_empty(value: Node, before: Node, ctx: PassContext) -> Node:
     """An allocation in front of ``before`` with the form of ``value``; ``why_no_empty`` must be
     None."""
-    found: Any = tensor(value)
-    shape, stride = (_sizes(x, before, value, ctx) for x in (found.shape, found.stride()))
-    form = {"dtype": found.dtype, "device": found.device}
-    empty = ctx.insert(before, torch.empty_strided, shape, stride, **form)
+    made: Any = tensor(value)
+    as_bytes = ctx.poison and made.dtype.itemsize == 1  # Triton has no FP8 constants
+    form = {"dtype": torch.uint8 if as_bytes else made.dtype, "device": made.device}
+    shape = _sizes(made.shape, before, value, ctx)
+    if _is_row_major(made):  # no strides: nothing may hold the product of two symbolic sizes
+        empty = ctx.insert(before, torch.empty, shape, **form)
+    else:
+        stride = _sizes(made.stride(), before, value, ctx)
+        empty = ctx.insert(before, torch.empty_strided, shape, stride, **form)
     if not ctx.poison:
         return empty
-    return ctx.insert(before, "fill_", empty, poison_of(found.dtype))
+    filled = ctx.insert(before, "fill_", empty, 0xFF if as_bytes else _poison_of(made.dtype))
+    return ctx.insert(before, "view", filled, made.dtype) if as_bytes else filled
 
 
-def poison_of(dtype: torch.dtype) -> float:
+def holds_nothing(node: Node) -> bool:
+    """What ``insert_empty`` made, poison or not: its values mean nothing."""
+    for target in ("view", "fill_"):
+        if node.op == "call_method" and node.target == target:
+            node = node.args[0]  # type: ignore[assignment]
+    return is_empty(node)
+
+
+def _is_row_major(x: Tensor) -> bool:
+    """Whether its strides are those of ``torch.empty``, also where a dimension has one element."""
+    step: int | torch.SymInt = 1
+    for size, stride in reversed([*zip(x.shape, x.stride(), strict=True)]):
+        if not same_size(stride, step):
+            return False
+        # As torch does: an empty dimension counts as one of one element.
+        step = step * (max(size, 1) if is_static(size) else size)
+    return True
+
+
+def _poison_of(dtype: torch.dtype) -> float:
     """A number that whoever reads it shows: NaN, or -1 (every bit) where there is none."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else -1
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.dead_code import erase_write, is_erasable
 from compile_ext.passes.effects import is_plain_write, written_arguments
 from compile_ext.passes.fills import empty
 from compile_ext.passes.op_calls import OpCall
-from compile_ext.passes.readers import is_empty
+from compile_ext.passes.readers import is_empty, op_name
 from compile_ext.passes.values import (
     fake,
     has_free_size,
@@ -35,7 +36,7 @@ def strip_fill(call: OpCall, name: str, ctx: PassContext) -> list[Node]:
     writes = [x for x in before if _writes(x, made)]
     if is_empty(made) and not writes and not ctx.poison:
         return []
-    reason = ctx.stand_back(call.node) or _why_not(call, name, made, before)
+    reason = ctx.stand_back(call.node) or _why_not(call, name, made, before, ctx)
     if reason:
         ctx.skipped(call.node, reason)
         return []
@@ -45,9 +46,7 @@ def strip_fill(call: OpCall, name: str, ctx: PassContext) -> list[Node]:
         return [made]
     inputs = [y for x in (made, *writes) for y in x.all_input_nodes]
     for write in writes:
-        if write.users:  # fill_ and its like return what they write
-            write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-        write.graph.erase_node(write)
+        erase_write(write)
     ctx.replace(made, empty.insert_empty(made, made, ctx))
     return inputs
 
@@ -76,15 +75,17 @@ def _writes(node: Node, made: Node) -> bool:
     return any(storage(x) == storage(made) for x in written_arguments(node))
 
 
-def _why_not(call: OpCall, name: str, made: Node, before: list[Node]) -> str | None:
+def _why_not(
+    call: OpCall, name: str, made: Node, before: list[Node], ctx: PassContext
+) -> str | None:
     value = call.arguments[name]
     for other, x in call.arguments.items():
         if other != name and isinstance(x, Node) and storage(x) == storage(made):
             return f"the op reads the buffer as {other}"
     if not _covers(value, made):
         return f"{name} is a part of its buffer, and the rest is not overwritten"
-    if written_arguments(made):
-        return f"{name} comes from an op that writes"
+    if not is_erasable(made, ctx.scopes):
+        return f"{name} comes from {op_name(made.target)}, which may do more than make it"
     if requires_grad(made):
         return f"{name} requires grad"
     if has_free_size(made):

@@ -63,7 +63,8 @@ def _why_not(call: OpCall, name: str, value: Node, ctx: PassContext) -> str | No
         return f"the size of {name} depends on data"
     if is_optional(call.op, name) and not ctx.poison:
         return None
-    if value in ctx.derived or _is_input(value):
+    # As without poison: what becomes None there is poison here.
+    if not is_optional(call.op, name) and (value in ctx.derived or _is_input(value)):
         return f"{name} is an input of the graph, which costs nothing"
     if empty.like(value, ctx) is not None and _why_no_constant(value, ctx) is None:
         return None

@@ -1,0 +1,305 @@
+"""Arguments that an op does not read: None, one shared buffer, or ``empty``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import compile_ext
+from compile_ext.passes import PassContext, run_passes
+
+PASS = "strip_placeholder_fills"
+NONE = "scale is not read: None"
+SHARED = "s is not read: a shared buffer, uninitialised"
+EMPTY = "s is not read: uninitialised"
+ops = torch.ops.compile_ext_tests
+fills = torch.ops.compile_ext_fills
+
+FILLS = {
+    "new_ones": lambda x: x.new_ones(1),
+    "new_zeros": lambda x: x.new_zeros((1,)),
+    "new_full": lambda x: x.new_full((1,), 2.0),
+    "new_empty": lambda x: x.new_empty(1),
+    "ones": lambda x: torch.ones(1),
+    "zeros": lambda x: torch.zeros(1, device=x.device),
+    "full": lambda x: torch.full((1,), 1.0),
+    "ones_like": lambda x: torch.ones_like(x),
+    "zeros_like": lambda x: torch.zeros_like(x, dtype=torch.bfloat16),
+    "full_like": lambda x: torch.full_like(x, 2.0),
+    "aten": lambda x: torch.ops.aten.ones.default([1]),
+    "aten packet": lambda x: torch.ops.aten.new_zeros(x, [1]),
+    "fill_": lambda x: torch.empty(1).fill_(1.0),
+    "torch.fill_": lambda x: torch.fill_(torch.empty(1), 1.0),
+    "fill_ by name": lambda x: torch.fill_(input=torch.empty(1), value=1.0),
+    "zero_": lambda x: x.new_empty(1).zero_(),
+    "setitem": lambda x: (s := torch.empty(1), s.__setitem__(0, 1.0))[0],
+    "tensor": lambda x: torch.tensor(1.0),
+    "tensor of a list": lambda x: torch.tensor([1.0]),
+    "scalar_tensor": lambda x: torch.scalar_tensor(1.0),
+    "view": lambda x: x.new_ones(1).view(1, 1),
+    "expand": lambda x: x.new_ones(1).expand(5, 1),
+    "to": lambda x: torch.ones(1, dtype=torch.int64).to(torch.float32),
+    "contiguous": lambda x: torch.ones(1).expand(5, 1).contiguous(),
+    "operator": lambda x: torch.ones(1) * 2.0,
+    "a computed value": lambda x: x.abs().amax().reshape(1) / 448,
+}  # fmt: skip
+
+CALLS = {
+    "packet": lambda x, w, s: ops.gemm(x, w, s, None, False),
+    "overload": lambda x, w, s: ops.gemm.default(x, w, s, None, False),
+    "keyword": lambda x, w, s: ops.gemm(x=x, w=w, scale=s, bias=None, quantized=False),
+}
+
+
+class Filled(nn.Module):
+    def __init__(self, call: Any, fill: Any) -> None:
+        super().__init__()
+        self.call, self.fill = call, fill
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(x, self.w, self.fill(x))
+
+
+def optional(fill: str = "new_ones") -> Filled:
+    return Filled(CALLS["packet"], FILLS[fill])
+
+
+def plain(fill: str = "new_ones") -> Filled:
+    """The schema says Tensor, so that None is no value for it."""
+    return Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS[fill])
+
+
+def dynamic(*shape: int, at: tuple[int, ...] = (0,)) -> Tensor:
+    x = torch.randn(*shape)
+    for dim in at:
+        torch._dynamo.mark_dynamic(x, dim)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("call", "fill"), [*(("packet", f) for f in FILLS), *((c, "new_ones") for c in CALLS)]
+)
+def test_optional_becomes_none(rewrite: Any, call: str, fill: str) -> None:
+    got = rewrite(Filled(CALLS[call], FILLS[fill]), torch.randn(5, 8))
+    assert got.of(PASS) == [(True, NONE)]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg1: float32[5, 8]
+%0: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, None, None, False)
+return [%0]""",
+    )
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_plain_tensor_becomes_a_shared_buffer(rewrite: Any, fill: str) -> None:
+    got = rewrite(plain(fill), torch.randn(5, 8))
+    assert got.of(PASS) == [(True, SHARED)]
+    *_, derived, gemm, output = got.modules[-1].graph.nodes
+    assert derived.op == "placeholder"
+    assert gemm.args[2] is derived
+    assert output.args[0] == (gemm,)
+
+
+def test_shared_buffer_graph(rewrite: Any) -> None:
+    got = rewrite(plain(), torch.randn(5, 8))
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg1: float32[5, 8]
+arg2: float32[1] = uninitialised
+%0: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, arg2)
+return [%0]""",
+    )
+
+
+def test_one_buffer_for_each_form(rewrite: Any) -> None:
+    def many(x: Tensor) -> list[Tensor]:
+        bf16, column = torch.ones(1).bfloat16(), torch.ones(3, 2).t()
+        return [
+            fills.ignores(x, s)
+            for s in (x.new_ones(1), torch.zeros(1), bf16, torch.ones(2, 3), column, x.sum())
+        ]
+
+    assert_expected_inline(
+        rewrite(many, torch.randn(5, 8)).graph,
+        """\
+arg0: float32[5, 8]
+arg1: float32[1] = uninitialised
+arg2: bfloat16[1] = uninitialised
+arg3: float32[2, 3] = uninitialised
+arg4: float32[2, 3] = uninitialised
+arg5: float32[] = uninitialised
+%0: float32[5, 8] = compile_ext_fills::ignores(arg0, arg1)
+%1: float32[5, 8] = compile_ext_fills::ignores(arg0, arg1)
+%2: float32[5, 8] = compile_ext_fills::ignores(arg0, arg2)
+%3: float32[5, 8] = compile_ext_fills::ignores(arg0, arg3)
+%4: float32[5, 8] = compile_ext_fills::ignores(arg0, arg4)
+%5: float32[5, 8] = compile_ext_fills::ignores(arg0, arg5)
+return [%0, %1, %2, %3, %4, %5]""",
+    )
+
+
+def test_sizes_that_depend_on_the_call_become_empty(rewrite: Any) -> None:
+    got = rewrite(plain("ones_like"), dynamic(5, 8))
+    assert got.of(PASS) == [(True, EMPTY)]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg2: float32[s0, 8]
+%0: float32[s0, 8] = empty([arg1, 8], device=cpu, dtype=float32)
+%1: float32[s0, 8] = compile_ext_tests::gemm_nn(arg2, arg0, %0)
+return [%1]""",
+    )
+
+
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_static_fill_beside_dynamic_m(rewrite: Any, m: int) -> None:
+    """What is no size of x is static under dynamic=True as well."""
+    got = rewrite(plain(), torch.randn(m, 8), dynamic=True)
+    assert got.of(PASS) == [(True, SHARED)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "at"), [((5, 3, 8), (0, 1)), ((5, 3, 8), (0, 1, 2)), ((5, 1, 8), (0,))]
+)
+def test_several_symbolic_dimensions(
+    rewrite: Any, shape: tuple[int, ...], at: tuple[int, ...]
+) -> None:
+    got = rewrite(lambda x: fills.ignores(x, torch.ones_like(x)), dynamic(*shape, at=at))
+    assert got.of(PASS) == [(True, EMPTY)]
+
+
+def test_symbolic_and_optional_becomes_none(rewrite: Any) -> None:
+    assert rewrite(optional("ones_like"), dynamic(5, 8)).of(PASS) == [(True, NONE)]
+
+
+READERS = {
+    "is returned": (lambda s: s, "the graph hands it out"),
+    "is returned as a view": (lambda s: s.view(1, 1), "the graph hands it out"),
+    "is read": (lambda s: s + 1, "others read it"),
+    "is written later": (lambda s: s.add_(1) + 0, "the graph writes it"),
+    "is written through a view": (lambda s: s.view(1, 1).mul_(3).sum(), "the graph writes it"),
+}
+
+
+@pytest.mark.parametrize(("reader", "reason"), READERS.values(), ids=READERS)
+def test_other_readers_keep_the_fill(rewrite: Any, reader: Any, reason: str) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor) -> Any:
+        return ops.gemm(x, w, s, None, False), reader(s)
+
+    got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
+    assert got.of(PASS) == [(True, NONE), (False, f"what fills scale stays: {reason}")]
+    assert ".new_ones(arg1, 1)" in got.graph
+    assert "gemm(arg1, arg0, None" in got.graph
+
+
+def test_only_some_readers_ignore_it(rewrite: Any) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor) -> Any:
+        both = [ops.gemm(x, w, s, None, quantized) for quantized in (False, True)]
+        return *both, ops.gemm_nn(x, w, s)
+
+    got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg1: float32[5, 8]
+arg2: float32[1] = uninitialised
+arg3: float32[1] = full(1)
+%0: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, None, None, False)
+%1: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, arg3, None, True)
+%2: float32[5, 8] = compile_ext_tests::gemm_nn(arg1, arg0, arg2)
+return [%0, %1, %2]""",
+    )
+
+
+def test_writes_before_it_go_when_nobody_else_reads(rewrite: Any) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        s.zero_()
+        s[:] = 3.0
+        return ops.gemm(x, w, s, None, False)
+
+    got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
+    assert got.of(PASS) == [(True, NONE)]
+    assert [n.op for n in got.modules[-1].graph.nodes][-2:] == ["call_function", "output"]
+
+
+def test_one_tensor_given_twice(rewrite: Any) -> None:
+    """Unread as the scale, read as the bias."""
+
+    def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return ops.gemm(x, w, s, s, False)
+
+    got = rewrite(Filled(call, lambda x: x.new_ones(8)), torch.randn(5, 8))
+    assert got.of(PASS)[0] == (True, NONE)
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: float32[8, 8]
+arg1: float32[5, 8]
+arg2: float32[8] = full(1)
+%0: float32[5, 8] = compile_ext_tests::gemm(arg1, arg0, None, arg2, False)
+return [%0]""",
+    )
+
+
+def test_an_input_that_is_written_stays_written(rewrite: Any) -> None:
+    """The unread argument is the caller's own tensor, and the write must reach the caller."""
+
+    def call(x: Tensor, s: Tensor) -> Tensor:
+        return fills.ignores(x, s.add_(1).view(1, 1))
+
+    given = torch.zeros(1)
+    got = rewrite(call, torch.randn(5, 8), given)
+    assert got.of(PASS) == [
+        (False, "s is an input of the graph, which costs nothing"),
+    ]
+    assert given.item() == 2  # eager and compiled
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_idempotent(rewrite: Any, read: bool) -> None:
+    got = rewrite(
+        Filled(lambda x, w, s: ops.gemm(x, w, s, None, read), FILLS["new_ones"]), torch.randn(5, 8)
+    )
+    before = got.graph
+    run_passes(PassContext(got.modules[-1], [torch.randn(1)] * 3))
+    assert got.graph == before
+
+
+def test_not_when_read(rewrite: Any) -> None:
+    def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return ops.gemm(x, w, s, None, True)
+
+    got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
+    assert got.of(PASS) == [
+        (False, "scale is read"),
+        (True, "full(1), which it reads, is a constant"),
+    ]
+
+
+def test_switched_off(rewrite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILE_EXT_DISABLE", PASS)
+    got = rewrite(optional(), torch.randn(5, 8))
+    assert got.of(PASS) == []
+    assert "ones" in got.graph
+
+
+def test_explain() -> None:
+    torch._dynamo.reset()
+    model = plain()
+    compiled = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": "eager"})
+    with torch.no_grad():
+        compiled(torch.randn(5, 8))
+    [row] = compile_ext.explain(compiled).rows
+    assert (row.module, row.op) == ("w", "compile_ext_tests::gemm_nn")
+    assert [(d.fired, d.detail) for d in row.decisions if d.pass_name == PASS] == [(True, SHARED)]
