@@ -60,7 +60,7 @@ def wrapper(sites: int, count: int, rehome: bool) -> tuple[Callable[..., Any], l
         assert torch.equal(constant.value, want)
         assert constant.kind.startswith("re-homed" if rehome else "a copy")
     tables = tuple(((i,), table) for i in range(count))
-    record = GraphRecord(GraphReport(), None, tuple(range(sites)), tables)
+    record = GraphRecord(GraphReport(), None, tuple(range(sites)), constants=tables)
     return _with_constants(nothing, record), parameters
 
 

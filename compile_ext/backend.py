@@ -66,7 +66,10 @@ def compile_ext_backend(
     named = {i for e in ctx.report.entries for i in e.weights}
     weights = tuple(sorted(named.union(*(at for at, _ in tables))))
     compile_id = str(CompileContext.current_compile_id())
-    record = records.GraphRecord(ctx.report, _place(gm), weights, tables, seconds, compile_id)
+    call_inputs = frozenset(i for i in weights if not ctx.is_static(i))
+    record = records.GraphRecord(
+        ctx.report, _place(gm), weights, call_inputs, tables, seconds, compile_id
+    )
     records.add(record)
     # Nothing to hand in, nothing to name: nothing in between.
     if not weights and not tables and not parsed.check:

@@ -84,6 +84,8 @@ def _rows(record: records.GraphRecord, names: dict[int, str]) -> Iterator[Row]:
         for tensors, binding in served:
             for position in entry.weights:
                 name = names.get(id(tensors[position]))
+                if name is None and position in record.call_inputs:
+                    name = entry.hint
                 if name is not None:
                     yield _row(entry, name, _kinds(position, binding))
 
@@ -110,8 +112,10 @@ def _codes(target: Any) -> list[CodeType]:
 
 
 def _belongs(record: records.GraphRecord, names: dict[int, str], codes: list[CodeType]) -> bool:
-    if record.weights:
-        return any(id(t) in names for tensors, _ in record.served() for t in tensors.values())
+    if any(id(t) in names for tensors, _ in record.served() for t in tensors.values()):
+        return True
+    if not record.call_inputs.issuperset(record.weights):
+        return False  # it has parameters, of another model
     return record.place is not None and _inside(record.place.file, record.place.line, codes)
 
 

@@ -39,6 +39,7 @@ class GraphRecord:
         place: where in the user's program it comes from.
         weights: positions, among the graph's inputs, of the tensors that name its sites or that its
             constants come from.
+        call_inputs: those of ``weights`` that the caller hands in: no parameter or buffer.
         constants: one table for each derived input.
         backend_seconds: wall time of our passes and of the inner compiler.
         compile_id: Dynamo's name for the compilation, ``frame/attempt``.
@@ -48,6 +49,7 @@ class GraphRecord:
     report: GraphReport
     place: Place | None
     weights: tuple[int, ...]
+    call_inputs: frozenset[int] = frozenset()
     constants: tuple[Table, ...] = ()
     backend_seconds: float = 0.0
     compile_id: str = ""

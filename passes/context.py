@@ -91,7 +91,7 @@ class PassContext:
 
     def _static_roots(self, node: Node) -> tuple[int, ...]:
         roots = self.root_inputs(node)
-        return roots if roots and all(self._is_static(i) for i in roots) else ()
+        return roots if roots and all(self.is_static(i) for i in roots) else ()
 
     # ---- ask -------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class PassContext:
     def is_activation(self, node: Node) -> bool:
         """An input of the call, or a tensor whose origin is one as far as it can be seen."""
         roots = self.root_inputs(node)
-        return bool(roots) and not all(self._is_static(i) for i in roots)
+        return bool(roots) and not all(self.is_static(i) for i in roots)
 
     def _root(self, index: int) -> Node:
         return self.scopes[0].placeholders()[index]
@@ -178,7 +178,7 @@ class PassContext:
         if node not in self._root_inputs:
             return self._why_not_through_calls(node)
         index = self._root_inputs[node]
-        if not self._is_static(index):
+        if not self.is_static(index):
             return "it is an input of the call, not a parameter or buffer"
         if self.is_written(node):
             return "the graph writes it"
@@ -214,12 +214,13 @@ class PassContext:
         """
         return node.op == "placeholder" and bool(self._static_roots(node))
 
-    def _is_static(self, index: int) -> bool:
+    def is_static(self, index: int) -> bool:
+        """Whether a root input is a parameter or buffer, and no input of the call."""
         meta = self._root(index).meta
         return bool((meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
 
     def _weight_bytes(self) -> int:
-        weights = [self.inputs[i] for i in self._root_inputs.values() if self._is_static(i)]
+        weights = [self.inputs[i] for i in self._root_inputs.values() if self.is_static(i)]
         return sum(x.numel() * x.element_size() for x in weights if isinstance(x, Tensor))
 
     # ---- change ----------------------------------------------------------------------------------

@@ -218,3 +218,28 @@ def test_times_cover_the_whole_compilation() -> None:
     whole = torch._dynamo.utils.get_compilation_metrics()[-1].entire_frame_compile_time_s
     assert report.compile_seconds == whole
     assert 0 < report.pass_seconds < report.compile_seconds
+
+
+def test_function_of_its_arguments_alone() -> None:
+    """Both factors are handed in: the row is named by the graph, and the graph is found by its
+    place."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(
+            a,
+            b,
+            scale_a=a.new_ones((), dtype=torch.float32),
+            scale_b=a.new_ones((), dtype=torch.float32),
+        )
+
+    a = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    b = torch.randn(48, 64).to(torch.float8_e4m3fn).t()
+    with torch.no_grad():
+        compiled = torch.compile(
+            product, backend="compile_ext", options={"compile_ext.inner": "eager"}
+        )
+        compiled(a, b)
+    (row,) = compile_ext.explain(compiled).rows
+    assert (row.module, row.op) == ("_scaled_mm", "_scaled_mm")
+    assert row.site is not None
+    assert (row.site.n, row.site.k) == (48, 64)
