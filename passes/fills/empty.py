@@ -41,8 +41,7 @@ def insert_empty(value: Node, before: Node, ctx: PassContext) -> Node:
     """An allocation in front of ``before`` with the form of ``value``; ``why_no_empty`` must be
     None."""
     made: Any = tensor(value)
-    as_bytes = ctx.poison and made.dtype.itemsize == 1  # Triton has no FP8 constants
-    form = {"dtype": torch.uint8 if as_bytes else made.dtype, "device": made.device}
+    form = {"dtype": made.dtype, "device": made.device}
     shape = _sizes(made.shape, before, value, ctx)
     if _is_row_major(made):  # no strides: nothing may hold the product of two symbolic sizes
         empty = ctx.insert(before, torch.empty, shape, **form)
@@ -51,15 +50,17 @@ def insert_empty(value: Node, before: Node, ctx: PassContext) -> Node:
         empty = ctx.insert(before, torch.empty_strided, shape, stride, **form)
     if not ctx.poison:
         return empty
-    filled = ctx.insert(before, "fill_", empty, 0xFF if as_bytes else _poison_of(made.dtype))
-    return ctx.insert(before, "view", filled, made.dtype) if as_bytes else filled
+    if ctx.why_no_input(before.graph):
+        return ctx.insert(before, "fill_", empty, _poison_of(made.dtype))
+    # Not a number: Inductor would write it as an FP8 constant, which Triton has not got.
+    one = Uninitialised((), (), made.dtype, made.device, poison=True)
+    return ctx.insert(before, "copy_", empty, ctx.constant(before.graph, one))
 
 
 def holds_nothing(node: Node) -> bool:
     """What ``insert_empty`` made, poison or not: its values mean nothing."""
-    for target in ("view", "fill_"):
-        if node.op == "call_method" and node.target == target:
-            node = node.args[0]  # type: ignore[assignment]
+    if node.op == "call_method" and node.target in ("copy_", "fill_"):
+        node = node.args[0]  # type: ignore[assignment]
     return is_empty(node)
 
 
