@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.registry import contract_of
 from compile_ext.passes.effects import is_plain_write, written_arguments
-from compile_ext.passes.op_calls import overload
+from compile_ext.passes.op_calls import FUNCTIONALIZED, overload
 from compile_ext.passes.purity import aten_ops, is_pure
 from compile_ext.passes.scopes import Scope
 from compile_ext.passes.values import storage
@@ -78,6 +78,8 @@ def is_erasable(node: Node, scopes: list[Scope]) -> bool:
     """It computes a value, or fills a buffer, and does nothing else."""
     if node.op not in ("call_function", "call_method"):
         return False
+    if node.target in FUNCTIONALIZED:
+        return _is_declared(node.args[0])  # type: ignore[arg-type]
     op = overload(node)
     if written_arguments(node):
         return is_plain_write(node) or _is_declared(op)

@@ -13,14 +13,12 @@ Bails: the result is larger than the memory budget has left. Results are taken s
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.dead_code import erase_dead, erase_write
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.parameter_math import ParameterMath, Result
-from compile_ext.passes.purity import aten_ops, cannot_fail
 from compile_ext.passes.values import tensor
 
 
@@ -51,15 +49,9 @@ def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | Non
         return reason
     if ctx.is_leaving(result.node):
         return "the graph hands the result out"
-    if ctx.is_branch(result.node.graph) and not all(map(cannot_fail, _ops(result, ctx))):
-        return "it is in a branch that may not be taken, and can fail"
     if _devices(result.node) != _devices(*result.sources):
         return "it moves to another device"
     return None
-
-
-def _ops(result: Result, ctx: PassContext) -> list[list[OpOverload]]:
-    return [aten_ops(x, ctx.scopes) or [] for x in result.nodes]
 
 
 def _devices(*nodes: Node) -> set[torch.device]:

@@ -20,7 +20,7 @@ from compile_ext.ops.registry import contract_of
 from compile_ext.ops.third_party import ATEN_FUNCTIONS
 from compile_ext.passes.values import fakes
 
-_FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
+FUNCTIONALIZED = (auto_functionalized, auto_functionalized_v2)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OpCall:
     @property
     def is_functional(self) -> bool:
         """A mutable op that ``auto_functionalized`` runs on copies of what it writes."""
-        return self.node.target in _FUNCTIONALIZED
+        return self.node.target in FUNCTIONALIZED
 
     def rewrite(self, changes: dict[str, Any], op: OpOverload | None = None) -> None:
         """Give the node other arguments, or another op of the same schema; the node stays."""
@@ -53,7 +53,7 @@ def read_call(node: Node) -> OpCall | None:
     """A call of an op with a contract."""
     if node.op != "call_function":
         return None
-    if node.target in _FUNCTIONALIZED:
+    if node.target in FUNCTIONALIZED:
         return _read_functional(node)
     op = overload(node)
     contract = contract_of(op) if op is not None else None

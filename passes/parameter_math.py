@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.derivation import Derivation, Step, after, derivation_of
 from compile_ext.passes.effects import is_plain_write, written_arguments
-from compile_ext.passes.purity import aten_ops, is_pure
+from compile_ext.passes.purity import aten_ops, cannot_fail, is_pure
 from compile_ext.passes.readers import is_empty, is_fill, read_pad
 from compile_ext.passes.values import fake, is_static, storage, tensor
 
@@ -52,7 +52,14 @@ class Result:
         reasons += [ctx.why_not_derivable(x) for x in self.sources]
         if not self.sources:
             reasons.append(ctx.why_no_input(self.node.graph))
+        if ctx.is_branch(self.node.graph) and self._can_fail(ctx):
+            reasons.append("it is in a branch that may not be taken, and can fail")
         return next((r for r in reasons if r), None)
+
+    def _can_fail(self, ctx: PassContext) -> bool:
+        """Whether it depends on the values if this can be computed."""
+        computed = [x for x in self.nodes if not is_fill(x) and not is_empty(x)]
+        return not all(cannot_fail(aten_ops(x, ctx.scopes) or []) for x in computed)
 
     @property
     def nbytes(self) -> int:

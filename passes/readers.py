@@ -157,6 +157,18 @@ def fill_value(node: Any) -> float | None:
     return value if isinstance(value, (int, float)) else None
 
 
+def is_constant(node: Any) -> bool:
+    """A tensor, or a write of one, that holds numbers of the model's code: a fill,
+    ``torch.tensor(1.0)``, ``fill_(1.0)``.
+    """
+    if not isinstance(node, Node):
+        return False
+    is_write = node.op == "call_method" and node.target in ("fill_", "zero_", "__setitem__")
+    is_write |= _calls(node, {torch.fill_, torch.zero_, operator.setitem})
+    is_number = is_write and len(node.all_input_nodes) == 1
+    return is_fill(node) or is_number or (_calls(node, {torch.tensor}) and not node.all_input_nodes)
+
+
 def is_empty(node: Any) -> bool:
     """An allocation without a fill."""
     return isinstance(node, Node) and _makes(node, _EMPTIES, _EMPTY_METHODS)

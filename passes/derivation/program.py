@@ -53,12 +53,16 @@ def program_of(nodes: list[Node], sources: list[Node], result: Node) -> Program:
 
 def _copy(node: Node, graph: Graph, copies: dict[Node, Node]) -> Node:
     """A node of the program. What it is allocated like (``x.new_ones(1)``) may be no source."""
-    if not is_fill(node) and not is_empty(node):
+    is_literal = node.target is torch.tensor
+    if not is_literal and not is_fill(node) and not is_empty(node):
         return graph.node_copy(node, copies.__getitem__)
     like = tensor(node)
     assert like is not None
-    size = tuple(like.shape), tuple(like.stride())
     form: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    if is_literal:  # the default dtype and device may be others by the time it is computed
+        data = node.args[0] if node.args else node.kwargs["data"]
+        return graph.call_function(torch.tensor, (data,), form)
+    size = tuple(like.shape), tuple(like.stride())
     empty = graph.call_function(torch.empty_strided, size, form)
     value = fill_value(node)
     return empty if value is None else graph.call_method("fill_", (empty, value))

@@ -8,16 +8,19 @@ reads stay: Inductor computes them in the kernel that reads them.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.dead_code import erase_dead, erase_write
+from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.effects import written_arguments
+from compile_ext.passes.op_calls import FUNCTIONALIZED
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.purity import aten_ops
-from compile_ext.passes.readers import is_fill
+from compile_ext.passes.readers import is_constant
 from compile_ext.passes.values import requires_grad, storage
 
 # ATen ops that Inductor calls as they are, with memory for each argument.
@@ -35,26 +38,30 @@ _CALLED = {
 def fold_constants(graph: Graph, ctx: PassContext) -> None:
     """Replace what is filled with numbers of the model's code, and read by a kernel that needs it
     in memory, by constants."""
-    if not any(map(is_fill, graph.nodes)):
+    if not any(map(is_constant, graph.nodes)):
         return
     math = ParameterMath(graph, ctx)
+    folded: list[tuple[Result, Derivation]] = []
     for result in math.constants():
-        if result.node.op == "placeholder" or not any(map(is_fill, result.nodes)):
+        if result.node.op == "placeholder" or not any(map(is_constant, result.nodes)):
             continue
         readers = math.readers(result)
         reader = next((x for x in readers if _needs_memory(x, result, ctx)), None)
         if reader is None:
             continue
+        # Before the graph changes: one result may need the nodes of another.
         how = result.derivation()
         reason = _why_not(result, readers, math, ctx) or ctx.charge(((), how))
         if reason:
             ctx.skipped(reader, f"{how}, which it reads, is made on each call: {reason}")
-            continue
-        ctx.fired(reader, f"{how}, which it reads, is a constant")
+        else:
+            ctx.fired(reader, f"{how}, which it reads, is a constant")
+            folded.append((result, how))
+    for result, how in folded:
         for write in result.writes:
             erase_write(write)
         ctx.replace(result.node, ctx.constant(graph, how))
-        erase_dead(graph, [x for x in result.nodes if not x._erased], ctx.scopes)
+    erase_dead(graph, [x for r, _ in folded for x in r.nodes if not x._erased], ctx.scopes)
 
 
 def _why_not(
@@ -63,11 +70,11 @@ def _why_not(
     reason = result.why_not_derivable(ctx) or math.why_not(result)
     if reason:
         return reason
-    if ctx.is_leaving(result.node):
-        return "the graph hands it out"
-    captured = next((x for x in readers if isinstance(x.target, HigherOrderOperator)), None)
+    captured = next((x for x in readers if _captures(x)), None)
     if captured is not None:
         return f"{captured.target} captures it"
+    if ctx.is_leaving(result.node):
+        return "the graph hands it out"
     if any(map(requires_grad, result.nodes)):
         return "it requires grad"
     return None
@@ -77,12 +84,23 @@ def _needs_memory(node: Node, result: Result, ctx: PassContext) -> bool:
     """Whether a kernel reads what this node is given: no code that Inductor generates."""
     if any(storage(x) == storage(result.node) for x in written_arguments(node)):
         return False  # a buffer for its output
-    target = node.target
+    target: Any = node.target
+    if target in FUNCTIONALIZED:  # the op reads what it is given, and copies what it writes
+        op: Any = node.args[0]
+        read = {a.name for a in op._schema.arguments}
+        given = [x for name, x in node.kwargs.items() if name in read]
+        if not any(storage(x) == storage(result.node) for x in given):
+            return False
+        target = op
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         name = target._qualified_op_name if isinstance(target, OpOverloadPacket) else target.name()
         if name.split("::")[0] not in ("aten", "prims"):
             return True
-    if target is torch.ops.higher_order.triton_kernel_wrapper_mutation:
-        return True
+    if _captures(node):
+        return True  # its body may be a kernel: the reason says that it was seen
     ops = aten_ops(node, ctx.scopes) or []
     return any(op.name().split(".")[0] in _CALLED for op in ops)
+
+
+def _captures(node: Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and node.target not in FUNCTIONALIZED

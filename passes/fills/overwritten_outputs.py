@@ -42,7 +42,7 @@ def strip_fill(call: OpCall, name: str, ctx: PassContext) -> list[Node]:
         return []
     ctx.fired(call.node, f"{name} is overwritten in full: what filled it is gone")
     if call.is_functional:  # it works on a copy: other readers see the buffer as it was
-        ctx.rewrite(call, {name: empty.insert_empty(made, call.node, ctx)})
+        ctx.rewrite(call, {name: empty.insert_empty(call.arguments[name], call.node, ctx)})
         return [made]
     inputs = [y for x in (made, *writes) for y in x.all_input_nodes]
     for write in writes:
@@ -95,7 +95,9 @@ def _why_not(
             is_view = storage(x) == storage(made) and not written_arguments(x)
             if not is_view and not (is_plain_write(x) and _fills_alone(x, made)):
                 return "the buffer is used before the op overwrites it"
-    reason = empty.why_no_empty(made, call.node if call.is_functional else made)
+    # On copies the op may be given a view, whose form the copy has; else the buffer is made anew.
+    whole, before_it = (value, call.node) if call.is_functional else (made, made)
+    reason = empty.why_no_empty(whole, before_it)
     return f"{name}: {reason}" if reason else None
 
 

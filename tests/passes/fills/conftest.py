@@ -118,6 +118,26 @@ torch.library._register_effectful_op(  # pyright: ignore[reportAttributeAccessIs
     "compile_ext_fills::effect", _EffectType.ORDERED
 )
 
+
+def _effect_out(x: Tensor, out: Tensor) -> None:
+    calls.append("effect")
+    out.copy_(x)
+
+
+_define("effect_out(Tensor x, Tensor(a!) out) -> ()", _effect_out, _nothing)
+
+
+def _scales(x: Tensor, s: Tensor, unread: Tensor, out: Tensor) -> None:
+    torch.mul(x, s, out=out)
+
+
+_define(
+    "scales(Tensor x, Tensor s, Tensor unread, Tensor(a!) out) -> ()",
+    _scales,
+    _nothing,
+    OpContract(unread={"unread": lambda **_: True}, overwritten=("out",)),
+)
+
 # What ran, by name: emptied before each test.
 calls: list[str] = []
 
