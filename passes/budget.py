@@ -48,11 +48,13 @@ class Budget:
         self._paid.update(new)
         return None
 
-    def is_free(self, how: Derivation, has_sources: bool, nbytes: int) -> bool:
-        """Whether a constant is not charged for."""
-        if self.limit is not None:
-            return False
-        return _is_layout(how) if has_sources else nbytes <= SMALL_BYTES
+    def is_free(self, how: Derivation) -> bool:
+        """Whether a constant of parameters is not charged for."""
+        return self.limit is None and _is_layout(how)
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a constant of none is not charged for."""
+        return self.limit is None and nbytes <= SMALL_BYTES
 
 
 def _is_layout(how: Derivation) -> bool:

@@ -159,9 +159,11 @@ class PassContext:
         """Take the memory for these constants from the budget; or say why not."""
         costs: dict[object, int] = {}
         for sources, how in wanted:
+            if sources and self.budget.is_free(how):
+                continue
             result = self.derived.compute(sources, how)
             nbytes = result.numel() * result.element_size()
-            if self.budget.is_free(how, bool(sources), nbytes):
+            if not sources and self.budget.is_small(nbytes):
                 continue
             roots = tuple(self.root_inputs(x) for x in sources)
             # Both branches of a cond share one constant; each caller of a body has its own.

@@ -49,6 +49,7 @@ class DerivedInputs:
         self._scope_of: dict[Graph, Scope] = {s.graph: s for s in scopes}
         self._made: dict[_Origin, Node] = {}
         self._origins: dict[Node, _Origin] = {}
+        self._fakes: dict[tuple[Sources, Derivation], Tensor] = {}
         self._count = 0
 
     def __contains__(self, node: Node) -> bool:
@@ -115,9 +116,11 @@ class DerivedInputs:
 
     def compute(self, sources: Sources, how: Derivation) -> Tensor:
         """The fake of ``how(*sources)``."""
-        with torch.no_grad(), fake_mode(self._scopes):
-            value: Tensor = how(*map(fake, sources))
-            return value
+        found = self._fakes.get((sources, how))  # asked for its size first, then for itself: 2 ms
+        if found is None:
+            with torch.no_grad(), fake_mode(self._scopes):
+                found = self._fakes[sources, how] = how(*map(fake, sources))
+        return found
 
     def drop_unused(self) -> None:
         """A weight padded by hand, then to an alignment, leaves the first constant unread."""

@@ -69,10 +69,10 @@ class Result:
 
 
 class ParameterMath:
-    """The parameter nodes of one graph."""
+    """The parameter nodes of one graph; without ``parameters``, those that compute from none."""
 
-    def __init__(self, graph: Graph, ctx: PassContext) -> None:
-        self._ctx = ctx
+    def __init__(self, graph: Graph, ctx: PassContext, parameters: bool = True) -> None:
+        self._ctx, self._parameters = ctx, parameters
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._nodes: set[Node] = set()
         self._of_storage: dict[int, list[Node]] = {}
@@ -89,7 +89,8 @@ class ParameterMath:
     def _belongs(self, node: Node) -> bool:
         if node.op == "placeholder":
             # Behind a higher-order op that is not known here, nobody can tell: the reason says so.
-            return self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
+            is_known = self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
+            return self._parameters and is_known
         if not all(x in self._nodes for x in _inputs(node)):
             return False
         written = written_arguments(node)

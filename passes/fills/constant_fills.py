@@ -40,7 +40,7 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
     in memory, by constants."""
     if not any(map(is_constant, graph.nodes)):
         return
-    math = ParameterMath(graph, ctx)
+    math = ParameterMath(graph, ctx, parameters=False)
     folded: list[tuple[Result, Derivation]] = []
     for result in math.constants():
         if result.node.op == "placeholder" or not any(map(is_constant, result.nodes)):
