@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph
 
 from compile_ext.ops.contract import Gemm, m_of
 from compile_ext.ops.define import definition_of
 from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.op_calls import OpCall, read_call
+from compile_ext.passes.op_calls import OpCall, overload, read_call
 from compile_ext.passes.regions import TRANSFORM
 from compile_ext.passes.report import Site
 from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tensor
@@ -26,7 +25,8 @@ from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tens
 def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
     for node in graph.nodes:
         call = read_call(node)
-        misfit = why_no_contract(node.target) if isinstance(node.target, OpOverload) else None
+        op = overload(node)
+        misfit = why_no_contract(op) if op is not None else None
         if misfit:
             ctx.skipped(node, misfit)
         if call is None or ctx.stand_back(node) == TRANSFORM:

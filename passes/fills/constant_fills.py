@@ -17,7 +17,7 @@ from compile_ext.passes.context import PassContext
 from compile_ext.passes.dead_code import erase_dead, erase_write
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.op_calls import FUNCTIONALIZED
+from compile_ext.passes.op_calls import FUNCTIONALIZED, overload
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.readers import is_constant
@@ -98,8 +98,8 @@ def _needs_memory(node: Node, result: Result, ctx: PassContext) -> bool:
             return True
     if _captures(node):
         return True  # its body may be a kernel: the reason says that it was seen
-    ops = aten_ops(node, ctx.scopes) or []
-    return any(op.name().split(".")[0] in _CALLED for op in ops)
+    ops = [overload(node), *(aten_ops(node, ctx.scopes) or [])]  # of ``out=`` only the first
+    return any(op is not None and op._schema.name in _CALLED for op in ops)
 
 
 def _captures(node: Node) -> bool:

@@ -138,8 +138,39 @@ _define(
     OpContract(unread={"unread": lambda **_: True}, overwritten=("out",)),
 )
 
+
+def _peeks(x: Tensor, s: Tensor) -> Tensor:
+    given.append(s.detach())
+    return x.clone()
+
+
+def _peeks_out(x: Tensor, out: Tensor) -> None:
+    given.append(out.detach().clone())
+    out.copy_(x)
+
+
+# True contracts: the values have no part in the result, and a test can see them.
+_define("peeks(Tensor x, Tensor s) -> Tensor", _peeks, _like, UNREAD)
+_define(
+    "peeks_out(Tensor x, Tensor(a!) out) -> ()",
+    _peeks_out,
+    _nothing,
+    OpContract(overwritten=("out",)),
+)
+
 # What ran, by name: emptied before each test.
 calls: list[str] = []
+
+
+# What the peeking ops were handed.
+given: list[Tensor] = []
+
+
+@pytest.fixture
+def seen() -> list[Tensor]:
+    """What the peeking ops were handed, in order."""
+    given.clear()
+    return given
 
 
 @pytest.fixture

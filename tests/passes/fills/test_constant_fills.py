@@ -66,6 +66,8 @@ READERS = {
     "overload": lambda x: fills.reads.default(x, torch.ones(1)),
     "keyword": lambda x: fills.reads(x, s=torch.ones(1)),
     "mm": lambda x: x @ torch.ones(8, 3),
+    "aten": lambda x: torch.ops.aten.linear.default(x, torch.ones(3, 8)),
+    "aten out": lambda x: torch.ops.aten.mm.out(x, torch.ones(8, 3), out=x.new_empty(5, 3)),
     "linear": lambda x: F.linear(x, torch.ones(3, 8)),
     "a view": lambda x: x @ torch.ones(3, 8).t(),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], torch.ones(1, 5, 8)),
