@@ -54,14 +54,14 @@ MADE = {
     optional: (True, NONE),
     plain: (True, SHARED),
     overwritten: (True, "out is overwritten in full: what filled it is gone"),
-    constant: (True, "full(1), which it reads, is a constant"),
+    constant: (True, "full(1), which it is given, is a constant"),
 }
 BODIES = {
     "checkpoint": lambda body: lambda x, w: checkpoint(body, x, w, use_reentrant=False),
     "cond": lambda body: lambda x, w: torch.cond(x.sum() > 0, body, body, (x, w)),
 }
 CAPTURES = {"checkpoint": "tag_activation_checkpoint", "cond": "cond"}
-KEPT = "full(1), which it reads, is made on each call: {} captures it"
+KEPT = "full(1), which it is given, is made on each call: {} captures it"
 
 
 @pytest.mark.parametrize("place", BODIES)
@@ -110,11 +110,11 @@ def test_in_a_body_that_takes_no_operand(rewrite: Any) -> None:
 
     got = rewrite(loop, torch.randn(5, 8))
     assert got.of(PASS) == [
-        (False, "tensor, which it reads, is made on each call: while_loop captures it"),
+        (False, "tensor, which it is given, is made on each call: while_loop captures it"),
         (True, "s is not read: uninitialised"),
         (
             False,
-            "full(1), which it reads, is made on each call: it is inside while_loop, which takes"
+            "full(1), which it is given, is made on each call: it is inside while_loop, which takes"
             " no further operand",
         ),
     ]
@@ -178,7 +178,7 @@ def test_not_when_a_gradient_is_needed(rewrite: Any) -> None:
     x = torch.randn(5, 8, requires_grad=True)
     assert rewrite(Gemm(optional), x, grad=True).of(PASS) == [
         (False, GRAD),
-        (False, f"full(1), which it reads, is made on each call: {GRAD}"),
+        (False, f"full(1), which it is given, is made on each call: {GRAD}"),
     ]
 
 

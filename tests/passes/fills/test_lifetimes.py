@@ -193,7 +193,7 @@ def test_layers_share_one_graph(seen: list[Tensor]) -> None:
     said = {d.detail for r in compile_ext.explain(model).rows for d in r.decisions if d.fired}
     assert said == {
         "out is overwritten in full: what filled it is gone",
-        "full(3.0), which it reads, is a constant",
+        "full(3.0), which it is given, is a constant",
         SHARED,
     }
 

@@ -212,7 +212,7 @@ def test_constants_are_no_poison(rewrite: Any) -> None:
         torch.randn(5, 8),
         options={"compile_ext.poison": True},
     )
-    assert got.of(PASS) == [(True, "full(1), which it reads, is a constant")]
+    assert got.of(PASS) == [(True, "full(1), which it is given, is a constant")]
 
 
 def test_where_no_operand_can_be_handed_in(seen: list[Tensor]) -> None:

@@ -43,7 +43,7 @@ def test_scale_of_a_wide_result_is_unread(rewrite: Any, call: Any, dtype: torch.
     got = rewrite(model, *args())
     assert got.of(PASS) == [
         (True, "scale_result is not read: None"),
-        (True, "full(1), which it reads, is a constant"),
+        (True, "full(1), which it is given, is a constant"),
     ]
     assert "ones" not in got.graph
 
@@ -58,7 +58,7 @@ def test_scale_of_an_fp8_result_is_read(rewrite: Any) -> None:
     got = rewrite(model, *args())
     assert got.of(PASS) == [
         (False, "scale_result is read"),
-        (True, "full(1), which it reads, is a constant"),
+        (True, "full(1), which it is given, is a constant"),
     ]
 
 
@@ -152,7 +152,7 @@ def decisions(schema: str, call: str = "torch.ops._C.cutlass_scaled_mm") -> list
     return [line for line in lines if PASS in line or "contract" in line]
 
 
-CONSTANT = f"_C::cutlass_scaled_mm * {PASS} full(1), which it reads, is a constant"
+CONSTANT = f"_C::cutlass_scaled_mm * {PASS} full(1), which it is given, is a constant"
 
 
 @pytest.mark.slow
