@@ -68,9 +68,12 @@ def refuse_writes(trial: Trial, label: str, before: dict[str, object], after: Ou
     fix = "declare it mutable in the schema, like Tensor(a!), or do not write it"
     written: dict[int, Tensor] = {}  # storage -> the bytes that the op may write
     for name in trial.written:
-        for x in tensors_in(before[name]):
-            at = storage_id(x)
-            written[at] = written[at] | covered(x) if at in written else covered(x)
+        for x, y in zip(tensors_in(before[name]), tensors_in(after.arguments[name]), strict=True):
+            at, mine = storage_id(x), covered(x)
+            if y.shape != x.shape:  # resized: it may fill what it has grown by
+                both = min(mine.numel(), as_bytes(y).numel())
+                mine[:both] |= covered(y)[:both]
+            written[at] = written[at] | mine if at in written else mine
     for name, value in before.items():
         for x, y in zip(tensors_in(value), tensors_in(after.arguments[name]), strict=True):
             may = written.get(storage_id(x))

@@ -67,7 +67,7 @@ def unpack(tree: Any, file: str, *, to_devices: bool) -> Any:
     """``tree`` with the tensors again: strides, offsets and shared storages as they were."""
     tensors = torch.load(file, weights_only=True)
     slots = [x for x in pytree.tree_leaves(tree) if isinstance(x, Slot)]
-    if to_devices and any(s.device != "cpu" for s in slots):
+    if to_devices:  # copies also on the CPU: what is loaded cannot be resized, as an op may do
         device_of = {id(x): s.device for x, s in zip(tensors, slots, strict=True)}
         tensors = copied(tensors, lambda x: device_of[id(x)])
     return pytree.tree_map(lambda x: tensors[x.index] if isinstance(x, Slot) else x, tree)

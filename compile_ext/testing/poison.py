@@ -8,8 +8,9 @@ from compile_ext.testing.memory import POISON_BYTE
 
 
 def poisons(dtype: torch.dtype) -> dict[str, bytes]:
-    """``{name: the bytes of one element}``: NaN, Inf, every byte 0xFF, the largest; for integers
-    and bools 0xFF, the largest and the smallest. A pattern that two names share is listed once.
+    """``{name: the bytes of one element}``: NaN, Inf, the largest, the smallest, zero, every byte
+    0xFF. A minimum with the argument (``min(amax, scale_ub)``) shows below zero alone, a test for
+    zero at zero alone. A pattern that two names share is listed once.
     """
     found: dict[str, bytes] = {}
     for name, pattern in _candidates(dtype):
@@ -20,6 +21,7 @@ def poisons(dtype: torch.dtype) -> dict[str, bytes]:
 
 def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
     bytes_ff = ("0xFF bytes", bytes([POISON_BYTE]) * dtype.itemsize)
+    zero = ("zero", bytes(dtype.itemsize))
     if dtype == torch.bool:
         return [bytes_ff, ("True", b"\1"), ("False", b"\0")]
     if dtype.is_complex:
@@ -29,22 +31,29 @@ def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
         try:
             info = torch.iinfo(dtype)
         except TypeError:  # bits8 and the like
-            return [bytes_ff, ("zero bytes", bytes(dtype.itemsize))]
+            return [bytes_ff, zero]
         return [
             bytes_ff,
             ("the largest", _of(info.max, dtype)),
             ("the smallest", _of(info.min, dtype)),
+            zero,
         ]
     try:
-        values = {"NaN": float("nan"), "Inf": float("inf"), "the largest": torch.finfo(dtype).max}
+        limits = torch.finfo(dtype)
+        values = {
+            "NaN": float("nan"),
+            "Inf": float("inf"),
+            "the largest": limits.max,
+            "the smallest": limits.min,
+        }
         # FP8 formats without Inf give NaN for it.
-        return [*((name, _of(x, dtype)) for name, x in values.items()), bytes_ff]
+        return [*((name, _of(x, dtype)) for name, x in values.items()), zero, bytes_ff]
     except (NotImplementedError, TypeError, RuntimeError):  # float4: nothing converts to it
-        return [bytes_ff, ("0x77 bytes", b"\x77" * dtype.itemsize)]
+        return [bytes_ff, ("0x77 bytes", b"\x77" * dtype.itemsize), zero]
 
 
 def _of(value: float, dtype: torch.dtype) -> bytes:
-    element = torch.tensor(value, dtype=dtype) if not dtype.is_floating_point else None
-    if element is None:
-        element = torch.tensor(value, dtype=torch.float64).to(dtype)
+    # Not on the default device, which may be another.
+    exact = torch.float64 if dtype.is_floating_point else dtype
+    element = torch.tensor(value, dtype=exact, device="cpu").to(dtype)
     return bytes(element.reshape(1).view(torch.uint8).tolist())

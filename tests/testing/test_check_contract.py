@@ -39,9 +39,10 @@ def test_unread_is_proved(define):
     report = check_contract(op, (X, torch.ones(1), False))
     assert report.proved == ("schema", "unread['scale']", "bounds")
     assert report.claims[1].how == (
-        "equal bits with NaN, Inf, the largest, 0xFF bytes, None; the fake takes None"
+        "equal bits with NaN, Inf, the largest, the smallest, zero, 0xFF bytes, None;"
+        " the fake takes None"
     )
-    assert report.runs == 2 + 5 + 2  # clean, poisons, bounds
+    assert report.runs == 2 + 7 + 2  # clean, poisons, bounds
 
 
 def test_unread_is_not_exercised_where_the_predicate_says_false_or_there_is_none(define):
@@ -64,6 +65,16 @@ def test_an_op_that_reads_its_unread_scale(define, assert_false):
         "^6 bit for bit$",
         "the op reads 'scale'",
     )
+
+
+def test_an_op_that_reads_a_bound_which_nan_and_large_values_do_not_move(define, assert_false):
+    bound = torch.full((1,), 100.0)
+    op = define(SCALED, lambda x, scale, scale_it: torch.fmin(x, scale[0]), UNREAD, fake)
+    found = r"argument 'scale' filled with the smallest: result \[0, 0\] is -3.40282e\+38"
+    assert_false(op, (X, bound, False), found, "^0 bit for bit")
+    schema = SCALED.replace("scaled", "scaled_2")
+    op = define(schema, lambda x, scale, scale_it: x + (scale == 0), UNREAD, fake)
+    assert_false(op, (X, bound, False), "'scale' filled with zero: result", "^0 bit for bit")
 
 
 def test_an_op_that_raises_for_a_poisoned_scale_or_for_none(define, assert_false):
@@ -161,6 +172,15 @@ def accumulate_into(x: Tensor, out: Tensor) -> None:
 
 def almost_fill(x: Tensor, out: Tensor) -> None:
     out[:, :2] = x[:, :2]
+
+
+def test_a_buffer_that_the_op_resizes(define):
+    def resizes(x: Tensor, out: Tensor) -> None:
+        out.resize_(x.shape).copy_(x)
+
+    op = define(INTO, resizes, OVERWRITTEN)
+    assert "overwritten 'out'" in check_contract(op, (X, torch.zeros(2, 3))).proved
+    assert "schema" in check_contract(op, (X, torch.zeros(0))).proved
 
 
 @pytest.mark.parametrize(
