@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -65,6 +66,8 @@ def _refuse_tensor(name: str, x: Tensor, where: str) -> None:
     what = None
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         what = "a FakeTensor" if isinstance(x, FakeTensor) else f"the subclass {type(x).__name__}"
+    elif is_functorch_wrapped_tensor(x):
+        what = "inside a transform of torch.func"
     elif x.layout != torch.strided or x.is_quantized:
         what = f"of layout {x.layout}" if x.layout != torch.strided else "quantized"
     elif x.device.type not in ("cpu", "cuda"):

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.errors import ContractError
 from compile_ext.ops.registry import contract_of
 from compile_ext.testing import find_op
-from compile_ext.testing.arguments import bind, on_cpu
+from compile_ext.testing.arguments import Arguments, bind, on_cpu
 from compile_ext.testing.claims_align import prove_align
 from compile_ext.testing.claims_clean import prove_clean
 from compile_ext.testing.claims_m1 import prove_m1_variant
@@ -66,13 +67,26 @@ def check_contract(
     """
     where = f"check_contract({op})"
     contract = _contract(op, where)
-    arguments, devices = on_cpu(bind(op, inputs, where), where)
     caller = str(sys._getframe(1).f_globals.get("__name__", "__main__"))
-    sources = find_op.sources(op, contract, imports, caller)
+    # Without the modes around the call: under a FakeTensorMode the copies would be fakes.
+    with torch.no_grad(), _disable_current_modes():
+        sources = find_op.sources(op, contract, imports, caller)
+        return _proved(op, contract, bind(op, inputs, where), sources, timeout, where)
+
+
+def _proved(
+    op: OpOverload,
+    contract: OpContract,
+    bound: Arguments,
+    sources: list[find_op.Source],
+    timeout: float,
+    where: str,
+) -> ContractReport:
+    arguments, devices = on_cpu(bound, where)
     ops = [x for x in (op, contract.m1_variant) if x is not None]
     fork = all(d == "cpu" for ds in devices.values() for d in ds)
     claims: list[Claim] = []
-    with torch.no_grad(), Isolated(where, ops, sources, fork=fork, seconds=timeout) as child:
+    with Isolated(where, ops, sources, fork=fork, seconds=timeout) as child:
         trial = Trial(op, contract, arguments, devices, child, where)
         for prove in PROOFS:
             claims += prove(trial)

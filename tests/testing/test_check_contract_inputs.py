@@ -57,7 +57,28 @@ def test_tensors_that_cannot_be_handed_over(op):
         pass
 
     refused(op, (X.as_subclass(Own),), "the subclass Own", "plain", "pass x")
+
+    def mapped(x: Tensor) -> Tensor:
+        refused(op, (x,), "inside a transform of torch.func", "plain", "pass x")
+        return x
+
+    torch.vmap(mapped)(X)
+
     refused(op, (X, lambda: 1), "argument 'n' of type function", "process", "without it")
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
+def test_modes_around_the_call_change_nothing(define, assert_false, mode):
+    contract = OpContract(unread={"y": lambda **_: True})
+    op = define(SCHEMA, lambda x, n=2, y=None: x + n, contract, lambda x, n=2, y=None: x.clone())
+    reads = define(
+        SCHEMA.replace("op", "reads"), lambda x, n=2, y=None: x if y is None else x + y, contract
+    )
+    y = torch.ones(1)
+    plain = check_contract(op, {"x": X, "y": y})
+    with mode():
+        assert check_contract(op, {"x": X, "y": y}) == plain
+        assert_false(reads, {"x": X, "y": y}, "'y' filled with NaN: result", "^1 bit for bit")
 
 
 def test_defaults_and_keyword_only_arguments(define):
