@@ -7,6 +7,8 @@ this process, and no more.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import pickle
 import signal
 import sys
@@ -24,6 +26,8 @@ from compile_ext.testing.find_op import Source, find
 from compile_ext.testing.memory import copied, tensors_in
 from compile_ext.testing.messages import Done, Raised, Request, pack, unpack
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -31,12 +35,14 @@ class Setup:
 
     Args:
         is_fork: it has the parent's memory, but not its threads.
+        parent: the parent's process id.
         ops: names of the overloads that it will be asked to run.
         path: the parent's ``sys.path``; libraries: those with ops that it loaded.
         sources: modules that may define the ops.
     """
 
     is_fork: bool
+    parent: int
     ops: tuple[str, ...]
     path: tuple[str, ...]
     libraries: tuple[str, ...]
@@ -45,6 +51,7 @@ class Setup:
 
 def serve(connection: Connection, others_end: Connection, setup: Setup, folder: str) -> None:
     """Answer requests until the parent goes."""
+    _die_with_parent(setup.parent)
     others_end.close()  # or this process would never see that the parent is gone
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
     if setup.is_fork:
@@ -55,6 +62,14 @@ def serve(connection: Connection, others_end: Connection, setup: Setup, folder: 
         while True:
             request: Request = connection.recv()
             connection.send(_answer(request, folder))
+
+
+def _die_with_parent(parent: int) -> None:
+    """A parent that is killed closes no connection that an op which hangs would look at."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before
+        os._exit(1)
 
 
 def overload(name: str) -> OpOverload:

@@ -8,6 +8,7 @@ what defines the op.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -57,7 +58,7 @@ class Isolated:
         self._connection, theirs = context.Pipe()
         names = tuple(_name(op) for op in ops)
         libraries = tuple(map(str, torch.ops.loaded_libraries))
-        setup = Setup(fork, names, tuple(sys.path), libraries, tuple(sources))
+        setup = Setup(fork, os.getpid(), names, tuple(sys.path), libraries, tuple(sources))
         self._process = context.Process(
             target=serve, args=(theirs, self._connection, setup, self._folder.name), daemon=True
         )

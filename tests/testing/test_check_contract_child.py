@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +88,40 @@ def test_no_process_and_no_file_is_left(define, tmp_path, monkeypatch):
         check_contract(ends, (X,))
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
+
+
+def test_a_parent_that_is_killed_leaves_no_child_that_hangs(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, time, torch\n"
+        "from compile_ext.ops import OpContract, register_contract\n"
+        "from compile_ext.testing import check_contract\n"
+        "@torch.library.custom_op('hangs::f', mutates_args=())\n"
+        "def f(x: torch.Tensor) -> torch.Tensor:\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(600)\n"
+        "register_contract(torch.ops.hangs.f.default, OpContract())\n"
+        "check_contract(torch.ops.hangs.f.default, (torch.ones(1),))\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its files outlive it
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(100):
+        if not _runs(child):
+            break
+        time.sleep(0.1)
+    assert not _runs(child)
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # A child that starts anew, as it does for CUDA tensors.
