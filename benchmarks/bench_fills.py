@@ -5,35 +5,35 @@
 A graph of 40 sites in a row, each an op that stands for a small GEMM of one token (x * 2, 7168
 bfloat16: it takes no time, so that what is around it shows). The ways to call it:
 
-    nothing       the op without the argument: not to be beaten
-    ones(1)       the argument is filled on each call
-    empty(1)      it is allocated on each call (vLLM's change, vllm#43677)
-    compile_ext   ``ones(1)`` in the model, through ``backend="compile_ext"``
+    nothing       nothing is made for the argument on a call: not to be beaten
+    filled        the model fills it on each call
+    empty         the model allocates it on each call (vLLM's change, vllm#43677)
+    compile_ext   "filled", through ``backend="compile_ext"``; the others through Inductor
 
-``Tensor?``: the schema allows None. ``Tensor``: it does not, "nothing" hands in a buffer made
-before. ``read``: the op reads the scale. ``output``: the op writes a buffer that the model fills
-with zeros; "nothing" allocates it. All others are ``torch.compile`` with Inductor. Values are
-compared with eager's, bit by bit; each row carries the kernels' names from the profiler.
+``Tensor?``: the schema allows None, which is "nothing". ``Tensor``: it does not, "nothing" hands in
+a buffer made before. ``read``: the op reads the scale, "nothing" as for ``Tensor``. ``output``: the
+op overwrites a buffer of zeros; "nothing" allocates it. Values are compared with eager's, bit by
+bit; each row carries the kernels' names from the profiler. Without a CUDA device nothing is timed.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from measuring import (
     DEVICE,
-    about,
+    Call,
+    JsonPath,
     allocations,
     captured,
     in_turn,
     kernel_names,
     summary,
+    write,
 )
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +43,7 @@ from torch.library import Library
 import compile_ext
 
 SITES, ROUNDS = 40, 40
-WAYS = ("nothing", "ones(1)", "empty(1)", "compile_ext")
+WAYS = ("nothing", "filled", "empty", "compile_ext")
 LIBRARY = Library("bench_fills", "DEF")
 OPS: Any = torch.ops.bench_fills
 
@@ -86,21 +86,21 @@ def sites(one: Tensor) -> dict[str, dict[str, Site]]:
     return {
         "Tensor?": {
             "nothing": lambda x: OPTIONAL(x, None),
-            "ones(1)": lambda x: OPTIONAL(x, x.new_ones(1)),
-            "empty(1)": lambda x: OPTIONAL(x, x.new_empty(1)),
+            "filled": lambda x: OPTIONAL(x, x.new_ones(1)),
+            "empty": lambda x: OPTIONAL(x, x.new_empty(1)),
         },
         "Tensor": {
             "nothing": lambda x: PLAIN(x, one),
-            "ones(1)": lambda x: PLAIN(x, x.new_ones(1)),
-            "empty(1)": lambda x: PLAIN(x, x.new_empty(1)),
+            "filled": lambda x: PLAIN(x, x.new_ones(1)),
+            "empty": lambda x: PLAIN(x, x.new_empty(1)),
         },
         "read": {
             "nothing": lambda x: READ(x, one),
-            "ones(1)": lambda x: READ(x, x.new_ones(1)),
+            "filled": lambda x: READ(x, x.new_ones(1)),
         },
         "output": {
             "nothing": lambda x: into(x, torch.empty_like(x)),
-            "ones(1)": lambda x: into(x, torch.zeros_like(x)),
+            "filled": lambda x: into(x, torch.zeros_like(x)),
         },
     }
 
@@ -116,37 +116,37 @@ def forty(site: Site) -> Site:
 
 def measure(ways: dict[str, Site], x: Tensor) -> dict[str, Any]:
     torch._dynamo.reset()
-    calls: dict[str, Callable[[], Tensor]] = {}
-    row: dict[str, Any] = {}
+    calls: dict[str, Call] = {}
     for name in WAYS:
         if name != "compile_ext" and name not in ways:
             continue
-        model = forty(ways["ones(1)" if name == "compile_ext" else name])
+        model = forty(ways["filled" if name == "compile_ext" else name])
         backend = "compile_ext" if name == "compile_ext" else "inductor"
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         calls[name] = lambda compiled=compiled: compiled(x)
         got, want = calls[name](), model(x)
         assert torch.equal(got, want), f"{name} differs from eager"
-        row[name] = {}
     if DEVICE == "cpu":
-        return row
+        return {}
     graphs = {name: captured(call) for name, call in calls.items()}
     outside, inside = in_turn(calls, ROUNDS, 5), in_turn(graphs, ROUNDS, 20)
+    row: dict[str, Any] = {}
     for name, call in calls.items():
         names = Counter(kernel_names(call))
         row[name] = {
-            "outside_us_a_site": {k: v / SITES for k, v in summary(outside[name]).items()},
-            "graph_us_a_site": {k: v / SITES for k, v in summary(inside[name]).items()},
+            "outside_us_a_site": summary([t / SITES for t in outside[name]]),
+            "graph_us_a_site": summary([t / SITES for t in inside[name]]),
             "kernels": dict(names),
-            "launches_a_site": sum(names.values()) / SITES,
+            "launches_a_site": names.total() / SITES,
             "allocations_a_site": allocations(call) / SITES,
         }
     return row
 
 
-def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
-) -> None:
+def main(json_path: JsonPath = None) -> None:
+    if json_path and DEVICE == "cpu":
+        what = "without a CUDA device nothing is timed, and there is nothing to write"
+        raise typer.BadParameter(what, param_hint="--json")
     with torch.no_grad():
         x = torch.randn(1, 7168, device=DEVICE).bfloat16()
         one = x.new_ones(1)
@@ -164,9 +164,7 @@ def main(
             counts = [f"{found[k]:.2f}" for k in ("launches_a_site", "allocations_a_site")]
             table.add_row(kind, way, *figures, *counts)
     console.print(table)
-    if json_path:
-        result = {**about("python benchmarks/bench_fills.py"), "rows": rows}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    write(json_path, "python benchmarks/bench_fills.py", rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,18 @@ that it is fresh. Wrapper and bare function are timed in turn; a row is the diff
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import typer
+from measuring import JsonPath, summary, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import compile_ext
 from compile_ext.backend import _with_constants
 from compile_ext.derived import constants
 from compile_ext.passes import GraphReport
@@ -74,36 +69,19 @@ def nanoseconds(call: Callable[..., Any], args: list[nn.Parameter]) -> float:
 def measure(sites: int, count: int, rehome: bool) -> dict[str, float]:
     call, args = wrapper(sites, count, rehome)
     added = [nanoseconds(call, args) - nanoseconds(nothing, args) for _ in range(ROUNDS)]
-    low, middle, high = statistics.quantiles(added, n=4)
-    return {"added_ns": middle, "quartile_low_ns": low, "quartile_high_ns": high}
+    return summary(added, "ns")
 
 
-def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
-) -> None:
+def main(json_path: JsonPath = None) -> None:
     rows = {name: measure(*kind) for name, kind in ROWS.items()}
     table = Table(title=f"ns a call, median of {ROUNDS} rounds of {CALLS} calls")
     for column in ("graph", "added", "quartiles"):
         table.add_column(column, justify="left" if column == "graph" else "right")
     for name, row in rows.items():
         quartiles = f"{row['quartile_low_ns']:.0f} .. {row['quartile_high_ns']:.0f}"
-        table.add_row(name, f"{row['added_ns']:.0f}", quartiles)
+        table.add_row(name, f"{row['ns']:.0f}", quartiles)
     Console().print(table)
-    if json_path:
-        about = {
-            "date": date.today().isoformat(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpu": _cpu(),
-            "command": "python benchmarks/bench_overhead.py",
-            "compile_ext": compile_ext.__version__,
-        }
-        json_path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((x.split(": ")[1] for x in lines if x.startswith("model name")), "unknown")
+    write(json_path, "python benchmarks/bench_overhead.py", rows=rows)
 
 
 if __name__ == "__main__":

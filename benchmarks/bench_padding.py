@@ -24,21 +24,15 @@ Inductor's output.
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-import statistics
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from measuring import DEVICE, Call, JsonPath, captured, in_turn, kernel_names, summary, write
 from padding_models import (
     CASES,
     COLUMNS,
-    DEVICE,
-    Call,
     Case,
     Column,
     Linear,
@@ -52,12 +46,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from torch._C._autograd import DeviceType
 from torch._inductor import metrics
 from torch._inductor.compile_fx import inductor_metrics_log
-from torch.profiler import ProfilerActivity, profile
-
-import compile_ext
 
 CALLS, ROUNDS = 20, 40
 AROUND = "producer and reader"
@@ -75,19 +65,6 @@ def padding_bytes(case: Case, m: int, column: str) -> int:
     return gemm + activation + rows + (weight if column == "each call" else 0)
 
 
-def device_work(call: Call) -> list[str]:
-    """Kernels and copies of one call, by name.
-
-    ``compile_ext.demo.kernels.count_kernels`` leaves copies out: here they are what a pad costs.
-    """
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        call()
-        torch.cuda.synchronize()
-    events = profiled.events() or []
-    return [e.name for e in events if e.device_type == DeviceType.CUDA]
-
-
 def compile_and_count(call: Call) -> tuple[int, list[str]]:
     """Bytes that Inductor's graphs read and write, and kernels (on a CPU: how many it wrote)."""
     metrics.reset()
@@ -97,7 +74,7 @@ def compile_and_count(call: Call) -> tuple[int, list[str]]:
     with no_cache, torch._inductor.config.patch(fx_graph_cache=False):
         call()
     compiled, generated = metrics.num_bytes_accessed, metrics.generated_kernel_count
-    return compiled, [f"{generated} of Inductor"] if DEVICE == "cpu" else device_work(call)
+    return compiled, [f"{generated} of Inductor"] if DEVICE == "cpu" else kernel_names(call)
 
 
 def largest_error(column: Column, got: Tensor) -> float:
@@ -108,26 +85,6 @@ def largest_error(column: Column, got: Tensor) -> float:
     exact = exact if model.bias is None else exact + model.bias.double()
     exact = read(exact, None if column.residual is None else column.residual.double())
     return float((got.double() - exact).abs().max() / exact.abs().max())
-
-
-def time_in_turn(calls: dict[str, Call]) -> dict[str, list[float]]:
-    """Microseconds a call, of CUDA graphs replayed in turn."""
-    graphs = {}
-    for name, call in calls.items():
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    return times
 
 
 def measure(case: Case, m: int) -> dict[str, Any]:
@@ -153,10 +110,9 @@ def measure(case: Case, m: int) -> dict[str, Any]:
         y = torch.randn(m, case.n, device=DEVICE).bfloat16()
         calls[AROUND] = lambda: (compiled_produce(x), compiled_read(y, residual))
         calls[AROUND]()
-        for name, times in time_in_turn(calls).items():
-            low, middle, high = statistics.quantiles(times, n=4)
-            timing = {"us": middle, "quartile_low_us": low, "quartile_high_us": high}
-            row[name] = {**row.get(name, {}), **timing}
+        graphs = {name: captured(call, CALLS) for name, call in calls.items()}
+        for name, times in in_turn(graphs, ROUNDS, events=True).items():
+            row[name] = {**row.get(name, {}), **summary([t / CALLS for t in times])}
     return row
 
 
@@ -186,7 +142,7 @@ def memory() -> dict[str, int]:
 
 
 def main(
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the results here")] = None,
+    json_path: JsonPath = None,
     tokens: Annotated[str, typer.Option(help="values of M")] = ",".join(map(str, TOKENS)),
 ) -> None:
     rows = []
@@ -205,18 +161,7 @@ def main(
     console.print(table)
     if held:
         console.print(f"memory while folding 8 layers, bytes above the start: {held}")
-    if json_path:
-        about = {
-            "date": date.today().isoformat(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
-            "cuda": torch.version.cuda,
-            "command": "python benchmarks/bench_padding.py",
-            "compile_ext": compile_ext.__version__,
-        }
-        result = {**about, "rows": rows, "memory": held}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    write(json_path, "python benchmarks/bench_padding.py", rows=rows, memory=held)
 
 
 def cells(columns: dict[str, Any]) -> list[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import DEVICE, Call
 from torch import Tensor, nn
 
 from compile_ext.ops import quantize_fp8_per_token, scaled_mm
 
 COLUMNS = ("each call", "vLLM", "vLLM, fused", "nothing left", "compile_ext")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class Padded(PadAtLoad):
         return out[:, : self.w.shape[0]]
 
 
-Call = Callable[[], Any]
 compiled_produce = torch.compile(produce, dynamic=False)
 compiled_read = torch.compile(read, dynamic=False)
 
