@@ -119,6 +119,11 @@ torch.library._register_effectful_op(  # pyright: ignore[reportAttributeAccessIs
 )
 
 
+_LIBRARY.define("draws(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_LIBRARY.impl("draws", torch.rand_like, "CompositeExplicitAutograd")
+register_fake("compile_ext_fills::draws", _like, lib=_LIBRARY)
+
+
 def _effect_out(x: Tensor, out: Tensor) -> None:
     calls.append("effect")
     out.copy_(x)

@@ -134,7 +134,11 @@ def bernoulli(x: Tensor) -> Tensor:
     return fills.ignores(x, torch.bernoulli(x.sigmoid()).bfloat16())
 
 
-RANDOM = {f.__name__: f for f in (seeded, seeded_in_place, dropout, bernoulli)}
+def drawn_by_an_op(x: Tensor) -> Tensor:
+    return fills.ignores(x, fills.draws(x))
+
+
+RANDOM = {f.__name__: f for f in (seeded, seeded_in_place, dropout, bernoulli, drawn_by_an_op)}
 
 
 @pytest.mark.parametrize("model", RANDOM.values(), ids=RANDOM)
