@@ -52,7 +52,7 @@ class Isolated:
         fork: bool,
         seconds: float,
     ) -> None:
-        self._where, self._seconds = where, seconds
+        self._where, self._seconds, self._is_fork = where, seconds, fork
         self._folder = tempfile.TemporaryDirectory(prefix="compile_ext_contract_")
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         self._connection, theirs = context.Pipe()
@@ -136,11 +136,14 @@ class Isolated:
         except (EOFError, ConnectionResetError):
             raise self._death(label) from None
         self._process.kill()
+        fix = "mend the op, take smaller inputs, or pass a larger timeout="
+        if self._is_fork:  # it would wait for OpenMP's threads, which are the parent's alone
+            fix += "; an op that asks for more than one OpenMP thread never ends in a forked child"
         raise ContractError(
             self._where,
             f"{label}: no answer after {self._seconds:g} seconds",
             "an op that comes to an end",
-            "mend the op, take smaller inputs, or pass a larger timeout=",
+            fix,
         )
 
     def _death(self, label: str) -> ContractError:
