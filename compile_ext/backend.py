@@ -68,7 +68,13 @@ def compile_ext_backend(
     compile_id = str(CompileContext.current_compile_id())
     call_inputs = frozenset(i for i in weights if not ctx.is_static(i))
     record = records.GraphRecord(
-        ctx.report, _place(gm), weights, call_inputs, tables, seconds, compile_id
+        ctx.report,
+        _place(gm),
+        weights,
+        call_inputs=call_inputs,
+        constants=tables,
+        backend_seconds=seconds,
+        compile_id=compile_id,
     )
     records.add(record)
     # Nothing to hand in, nothing to name: nothing in between.

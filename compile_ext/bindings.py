@@ -58,9 +58,10 @@ class Binding:
         made = [(at, table.of([args[i] for i in at])) for at, table in self._tables]
         values = [constant.value for _, constant in made]
         is_fresh: Check = _never
-        stamps = [(at, constant.stamps) for at, constant in made]
-        if all(found is not None for _, found in stamps):
-            is_fresh = _check([x for at, s in stamps for x in zip(at, s or (), strict=True)])
+        stamps = [constant.stamps for _, constant in made]
+        if None not in stamps:
+            pairs = zip((at for at, _ in made), stamps, strict=True)
+            is_fresh = _check([x for at, s in pairs if s for x in zip(at, s, strict=True)])
         # What explain shows: each constant, and for which form of the weights.
         self.constants = made
         self.forms = [form(x) for r in self.weights if (x := r()) is not None]

@@ -244,7 +244,7 @@ def moving(device: torch.device) -> Iterator[None]:
 
 
 # A graph is compiled for one form of its parameters, so each form has its table.
-_Key = tuple[Derivation, bool, torch.dtype, tuple[Any, ...]]
+_Key = tuple[Derivation, bool, torch.dtype, torch.device | None, tuple[Any, ...]]
 _SHARED: weakref.WeakValueDictionary[_Key, Constants] = weakref.WeakValueDictionary()
 
 
@@ -259,7 +259,7 @@ def constants(
     the one lies that has no sources.
     """
     forms = tuple((x.dtype, tuple(x.shape), x.stride()) for x in sources)
-    key = derivation, rehome, torch.get_default_dtype(), forms
+    key = derivation, rehome, torch.get_default_dtype(), None if sources else device, forms
     found = _SHARED.get(key)
     if found is None:
         _watch_optimizers()

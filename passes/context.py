@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from compile_ext.passes import derivation
 from compile_ext.passes.budget import Budget
+from compile_ext.passes.dead_code import erase_dead
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.derived_inputs import DerivedInputs, Sources
 from compile_ext.passes.effects import (
     leaving_storages,
-    written_arguments,
     written_operands,
     written_storages,
 )
 from compile_ext.passes.op_calls import OpCall
-from compile_ext.passes.readers import is_droppable, op_name, weight_source
+from compile_ext.passes.readers import op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
 from compile_ext.passes.values import call_on_fakes, fake_mode, fakes, storage
@@ -255,9 +255,7 @@ class PassContext:
         before = call.node.all_input_nodes
         call.rewrite(changes, op)
         self.update_fake(call.node)
-        for x in before:
-            if is_droppable(x):
-                self.drop(x)
+        self.erase_dead(before)
 
     def update_fake(self, node: Node) -> None:
         """Compute what a new or changed node stands for."""
@@ -265,11 +263,16 @@ class PassContext:
         node.meta["example_value"] = call_on_fakes(node, args, kwargs, fake_mode(self.scopes))
 
     def replace(self, old: Node, new: Node) -> None:
-        """Put ``new`` in the place of ``old`` for all its readers, then drop ``old``."""
+        """Put ``new`` in the place of ``old`` for all its readers; ``old`` and what it alone read
+        go.
+        """
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.report.moved(old, new)
         self._note_origin(new, old)
-        self.drop(old)
+        before = old.all_input_nodes
+        if not old.users and not old._erased:
+            old.graph.erase_node(old)
+        self.erase_dead(before)
 
     def stands_for(self, new: Node, old: Node) -> None:
         """``new`` now holds what ``old`` held in the original graph (``old`` stays, for another
@@ -283,33 +286,9 @@ class PassContext:
         if old.graph is self.root.graph:  # compile_ext.check compares the root graph, node by node
             self.replaced.setdefault(new.name, self.replaced.get(old.name, old.name))
 
-    def drop(self, node: Any) -> None:
-        """Erase a node that nobody reads any more, and then what only it has read.
-
-        Not ``eliminate_dead_code``: in a Dynamo graph that also removes ``x.add_(1)`` whose result
-        nobody reads.
-        """
-        if (
-            not isinstance(node, Node)
-            or node.users
-            or node.op in ("placeholder", "output", "get_attr")
-        ):
-            return
-        if written_arguments(node):
-            return
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        for x in inputs:
-            if is_droppable(x):
-                self.drop(x)
-
-    def erase_unread(self, nodes: Sequence[Node]) -> None:
-        """Erase those of these pure nodes that nobody reads any more."""
-        left = [x for x in nodes if not x.users and not x._erased]
-        while left:
-            for x in left:
-                x.graph.erase_node(x)
-            left = [x for x in nodes if not x.users and not x._erased]
+    def erase_dead(self, nodes: Iterable[Node]) -> None:
+        """Erase those of these nodes that nobody reads, and then what only they have read."""
+        erase_dead(nodes, self.scopes)
 
     def derive(self, sources: Sources, how: Derivation) -> Node:
         """A placeholder for ``how(*sources)``; ``why_not_derivable`` of each must be None."""

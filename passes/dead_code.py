@@ -6,11 +6,11 @@ reads. The unit here is a storage: what allocates it, what writes it, and its vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from compile_ext.ops.registry import contract_of
 from compile_ext.passes.effects import is_plain_write, written_arguments
@@ -22,44 +22,47 @@ from compile_ext.passes.values import storage
 _SEEDED = torch.Tag.nondeterministic_seeded
 
 
-def erase_dead(graph: Graph, ends: Iterable[Node], scopes: list[Scope]) -> None:
+def erase_dead(ends: Iterable[Node], scopes: Sequence[Scope]) -> None:
     """Erase those of ``ends`` that nobody reads, and then what only they have read."""
-    todo = [x for x in ends if x.graph is graph]
-    if not todo:
-        return
-    of_storage: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        at = storage(node)
-        if at is not None:
-            of_storage.setdefault(at, []).append(node)
+    todo = list(ends)
     while todo:
         node = todo.pop()
-        if node._erased:
+        if node._erased or not all(_may_be_dead(user, node) for user in node.users):
             continue
-        group = _group(node, of_storage)
+        group = _group(node)
         is_read = any(user not in group for x in group for user in x.users)
         if is_read or not all(is_erasable(x, scopes) for x in group):
             continue
-        inputs = {y: None for x in group for y in x.all_input_nodes if y not in group}
+        todo += {y: None for x in group for y in x.all_input_nodes if y not in group}
         while group:
             for x in [x for x in group if not x.users]:
-                graph.erase_node(x)
+                x.graph.erase_node(x)
                 group.discard(x)
-        todo += inputs
 
 
-def erase_write(write: Node) -> None:
-    """Erase a plain write. ``fill_`` and its like return what they write: the buffer itself."""
-    if write.users:
-        write.replace_all_uses_with(written_arguments(write)[0])
-    write.graph.erase_node(write)
+def erase_writes(writes: Iterable[Node]) -> None:
+    """Erase plain writes. ``fill_`` and its like return what they write: the buffer itself."""
+    for write in writes:
+        if write.users:
+            write.replace_all_uses_with(written_arguments(write)[0])
+        write.graph.erase_node(write)
 
 
-def _group(node: Node, of_storage: dict[int, list[Node]]) -> set[Node]:
+def _may_be_dead(user: Node, node: Node) -> bool:
+    """It only writes ``node``, or is a view of it, and so may go with it."""
+    return bool(written_arguments(user)) or storage(user) == storage(node)
+
+
+def _group(node: Node) -> set[Node]:
     """A value or a view that nobody reads; of a buffer that is written: the nodes that share its
     storage, and those that do nothing but write it."""
     if not node.users and not written_arguments(node):
         return {node}
+    of_storage: dict[int, list[Node]] = {}
+    for x in node.graph.nodes:
+        at = storage(x)
+        if at is not None:
+            of_storage.setdefault(at, []).append(x)
     group: set[Node] = set()
     todo = [node]
     while todo:
@@ -74,7 +77,7 @@ def _group(node: Node, of_storage: dict[int, list[Node]]) -> set[Node]:
     return group
 
 
-def is_erasable(node: Node, scopes: list[Scope]) -> bool:
+def is_erasable(node: Node, scopes: Sequence[Scope]) -> bool:
     """It computes a value, or fills a buffer, and does nothing else."""
     if node.op not in ("call_function", "call_method"):
         return False

@@ -51,7 +51,7 @@ def written_arguments(node: Node) -> list[Node]:
     elif node.op == "call_module":
         written += node.all_input_nodes
     written.append(node.kwargs.get("out"))
-    return [x for group in written for x in _flat(group)]
+    return [x for group in written for x in nodes_in(group)]
 
 
 def _first(node: Node) -> list[Any]:
@@ -102,9 +102,10 @@ def _is_inplace(target: Any, node: Node) -> bool:
     return given is True
 
 
-def _flat(value: Any) -> list[Node]:
+def nodes_in(value: Any) -> list[Node]:
+    """The nodes in an argument: itself, or those of a list of tensors."""
     if isinstance(value, (tuple, list)):
-        return [x for v in value for x in _flat(v)]
+        return [x for v in value for x in nodes_in(v)]
     return [value] if isinstance(value, Node) else []
 
 

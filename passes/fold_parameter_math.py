@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_dead, erase_write
+from compile_ext.passes.dead_code import erase_writes
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.parameter_math import ParameterMath, Result
 from compile_ext.passes.values import tensor
@@ -37,10 +37,9 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
             folded.append((result, how))
     for result, how in folded:
         new = ctx.derive(tuple(result.sources), how)
-        for write in result.writes:
-            erase_write(write)
+        erase_writes(result.writes)
         ctx.replace(result.node, new)
-    erase_dead(graph, [x for result, _ in folded for x in result.nodes], ctx.scopes)
+    ctx.erase_dead(x for result, _ in folded for x in result.nodes)
 
 
 def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | None:

@@ -50,8 +50,8 @@ class OpCall:
 
 
 def read_call(node: Node) -> OpCall | None:
-    """A call of an op with a contract."""
-    if node.op != "call_function":
+    """A call of an op with a contract; None as well for a node that a pass has erased."""
+    if node.op != "call_function" or node._erased:
         return None
     if node.target in FUNCTIONALIZED:
         return _read_functional(node)

@@ -225,17 +225,6 @@ def read_transpose(node: Any) -> Node | None:
     return None
 
 
-def is_droppable(node: Node) -> bool:
-    """Nodes that may go once nobody reads them: they make a value and do nothing else."""
-    return (
-        is_fill(node)
-        or is_empty(node)
-        or read_pad(node) is not None
-        or read_cast(node) is not None
-        or read_transpose(node) is not None
-    )
-
-
 # What lies between a router's linear and the choice of experts: casts, scores, a bias, a new shape.
 _SCORE_METHODS = {
     "softmax", "sigmoid", "add", "__add__", "view", "reshape", "flatten", "unflatten", "unsqueeze",

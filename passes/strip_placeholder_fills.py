@@ -18,7 +18,6 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_dead
 from compile_ext.passes.fills.constant_fills import fold_constants
 from compile_ext.passes.fills.overwritten_outputs import strip_fill
 from compile_ext.passes.fills.unread_arguments import strip_argument, why_kept
@@ -27,21 +26,18 @@ from compile_ext.passes.op_calls import read_call
 
 def strip_placeholder_fills(graph: Graph, ctx: PassContext) -> None:
     stripped: list[tuple[Node, str, Node]] = []
-    dead: list[Node] = []
     for node in list(graph.nodes):
-        call = None if node._erased else read_call(node)
-        if call is None:
+        call = read_call(node)
+        if call is None or not (call.contract.unread or call.contract.overwritten):
             continue
-        weight = call.arguments[call.contract.gemm.b] if call.contract.gemm else None
+        # Even where nothing is said of it: the row of a GEMM has the name of its weight.
+        ctx.entry(node, call.arguments[call.contract.gemm.b] if call.contract.gemm else None)
         for name in call.contract.unread:
-            ctx.entry(node, weight)
             value = strip_argument(call, name, ctx)
             if value is not None:
                 stripped.append((node, name, value))
         for name in call.contract.overwritten:
-            ctx.entry(node, weight)
-            dead += strip_fill(call, name, ctx)
-    erase_dead(graph, [*dead, *(x for _, _, x in stripped)], ctx.scopes)
+            strip_fill(call, name, ctx)
     for node, name, value in stripped:
         reason = why_kept(value, ctx)
         if reason:

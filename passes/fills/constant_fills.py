@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_dead, erase_write
+from compile_ext.passes.dead_code import erase_writes
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.op_calls import FUNCTIONALIZED, overload
@@ -23,7 +23,8 @@ from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.readers import is_constant
 from compile_ext.passes.values import requires_grad, storage
 
-# ATen ops that Inductor calls as they are, with memory for each argument.
+# The GEMMs, convolutions and attentions among the ATen ops that Inductor calls as they are, with
+# memory for each argument.
 _CALLED = {
     f"aten::{name}"
     for name in (
@@ -43,7 +44,7 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
     math = ParameterMath(graph, ctx, parameters=False)
     folded: list[tuple[Result, Derivation]] = []
     for result in math.constants():
-        if result.node.op == "placeholder" or not any(map(is_constant, result.nodes)):
+        if not any(map(is_constant, result.nodes)):
             continue
         readers = math.readers(result)
         reader = next((x for x in readers if _needs_memory(x, result, ctx)), None)
@@ -53,15 +54,14 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
         how = result.derivation()
         reason = _why_not(result, readers, math, ctx) or ctx.charge(((), how))
         if reason:
-            ctx.skipped(reader, f"{how}, which it reads, is made on each call: {reason}")
+            ctx.skipped(reader, f"{how}, which it is given, is made on each call: {reason}")
         else:
-            ctx.fired(reader, f"{how}, which it reads, is a constant")
+            ctx.fired(reader, f"{how}, which it is given, is a constant")
             folded.append((result, how))
     for result, how in folded:
-        for write in result.writes:
-            erase_write(write)
+        erase_writes(result.writes)
         ctx.replace(result.node, ctx.constant(graph, how))
-    erase_dead(graph, [x for r, _ in folded for x in r.nodes if not x._erased], ctx.scopes)
+    ctx.erase_dead(x for result, _ in folded for x in result.nodes)
 
 
 def _why_not(

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_write, is_erasable
-from compile_ext.passes.effects import is_plain_write, written_arguments
+from compile_ext.passes.dead_code import erase_writes, is_erasable
+from compile_ext.passes.effects import is_plain_write, nodes_in, written_arguments
 from compile_ext.passes.fills import empty
 from compile_ext.passes.op_calls import OpCall
 from compile_ext.passes.readers import is_empty, op_name
@@ -25,30 +25,28 @@ from compile_ext.passes.values import (
 )
 
 
-def strip_fill(call: OpCall, name: str, ctx: PassContext) -> list[Node]:
-    """Give one output that the contract names memory without contents; the nodes that may be dead
-    now."""
+def strip_fill(call: OpCall, name: str, ctx: PassContext) -> None:
+    """Give one output that the contract names memory without contents."""
     value = call.arguments[name]
     made = _allocation(value) if isinstance(value, Node) else None
     if made is None:
-        return []  # an input, or nothing: there is no fill
+        return  # an input, or nothing: there is no fill
     before = _before(made, call.node)
     writes = [x for x in before if _writes(x, made)]
     if is_empty(made) and not writes and not ctx.poison:
-        return []
+        return
     reason = ctx.stand_back(call.node) or _why_not(call, name, made, before, ctx)
     if reason:
         ctx.skipped(call.node, reason)
-        return []
+        return
     ctx.fired(call.node, f"{name} is overwritten in full: what filled it is gone")
     if call.is_functional:  # it works on a copy: other readers see the buffer as it was
         ctx.rewrite(call, {name: empty.insert_empty(call.arguments[name], call.node, ctx)})
-        return [made]
-    inputs = [y for x in (made, *writes) for y in x.all_input_nodes]
-    for write in writes:
-        erase_write(write)
+        return
+    inputs = [y for x in writes for y in x.all_input_nodes]
+    erase_writes(writes)
     ctx.replace(made, empty.insert_empty(made, made, ctx))
-    return inputs
+    ctx.erase_dead(inputs)
 
 
 def _allocation(value: Node) -> Node | None:
@@ -80,7 +78,7 @@ def _why_not(
 ) -> str | None:
     value = call.arguments[name]
     for other, x in call.arguments.items():
-        if other != name and isinstance(x, Node) and storage(x) == storage(made):
+        if other != name and any(storage(y) == storage(made) for y in nodes_in(x)):
             return f"the op reads the buffer as {other}"
     if not _covers(value, made):
         return f"{name} is a part of its buffer, and the rest is not overwritten"
@@ -94,7 +92,7 @@ def _why_not(
         for x in before:
             is_view = storage(x) == storage(made) and not written_arguments(x)
             if not is_view and not (is_plain_write(x) and _fills_alone(x, made)):
-                return "the buffer is used before the op overwrites it"
+                return f"{name} is used before the op overwrites it"
     # On copies the op may be given a view, whose form the copy has; else the buffer is made anew.
     whole, before_it = (value, call.node) if call.is_functional else (made, made)
     reason = empty.why_no_empty(whole, before_it)

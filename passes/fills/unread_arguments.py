@@ -9,6 +9,8 @@ it is ``empty``. What computed the argument goes too, unless others read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import Node
 
 from compile_ext.ops.contract import is_optional, is_unread
@@ -27,12 +29,12 @@ def strip_argument(call: OpCall, name: str, ctx: PassContext) -> Node | None:
     if not is_unread(call.op, call.contract, name, fakes(call.arguments)):
         ctx.skipped(call.node, f"{name} is read")
         return None
-    reason = ctx.stand_back(call.node) or _why_not(call, name, value, ctx)
-    if reason:
-        ctx.skipped(call.node, reason)
+    found = ctx.stand_back(call.node) or _replacement(call, name, value, ctx)
+    if isinstance(found, str):
+        ctx.skipped(call.node, found)
         return None
-    replacement, became = _replacement(call, name, value, ctx)
-    ctx.rewrite(call, {name: replacement})
+    make, became = found
+    ctx.rewrite(call, {name: make()})
     ctx.fired(call.node, f"{name} is not read: {became}")
     return value
 
@@ -54,24 +56,31 @@ def _chain(value: Node) -> list[Node]:
     return found
 
 
-def _why_not(call: OpCall, name: str, value: Node, ctx: PassContext) -> str | None:
+def _replacement(
+    call: OpCall, name: str, value: Node, ctx: PassContext
+) -> tuple[Callable[[], Node | None], str] | str:
+    """How to make what takes an argument's place, and what that is; or why nothing does."""
     if tensor(value) is None:
         return f"{name} is not a tensor"
     if requires_grad(value):
         return f"{name} requires grad"
     if has_free_size(value):
         return f"the size of {name} depends on data"
-    if is_optional(call.op, name) and not ctx.poison:
-        return None
-    # As without poison: what becomes None there is poison here.
-    if not is_optional(call.op, name) and (value in ctx.derived or _is_input(value)):
+    if is_optional(call.op, name):
+        if not ctx.poison:
+            return (lambda: None), "None"
+    elif value in ctx.derived or _is_input(value):
         return f"{name} is an input of the graph, which costs nothing"
-    if empty.like(value, ctx) is not None and _why_no_constant(value, ctx) is None:
-        return None
+    what = "poison" if ctx.poison else "uninitialised"
+    form = empty.like(value, ctx)
+    if form is not None and not (ctx.why_no_input(value.graph) or ctx.charge(((), form))):
+        return (lambda: ctx.constant(value.graph, form)), f"a shared buffer, {what}"
     if is_empty(value) and not ctx.poison:
         return f"{name} is uninitialised already"
     reason = empty.why_no_empty(value, call.node)
-    return f"{name}: {reason}" if reason else None
+    if reason:
+        return f"{name}: {reason}"
+    return (lambda: empty.insert_empty(value, call.node, ctx)), what
 
 
 def _is_input(value: Node) -> bool:
@@ -79,19 +88,3 @@ def _is_input(value: Node) -> bool:
     inputs = value.graph.find_nodes(op="placeholder")
     at = storage(value)
     return value.op == "placeholder" or (at is not None and at in map(storage, inputs))
-
-
-def _why_no_constant(value: Node, ctx: PassContext) -> str | None:
-    form = empty.like(value, ctx)
-    assert form is not None
-    return ctx.why_no_input(value.graph) or ctx.charge(((), form))
-
-
-def _replacement(call: OpCall, name: str, value: Node, ctx: PassContext) -> tuple[Node | None, str]:
-    if is_optional(call.op, name) and not ctx.poison:
-        return None, "None"
-    what = "poison" if ctx.poison else "uninitialised"
-    form = empty.like(value, ctx)
-    if form is not None and _why_no_constant(value, ctx) is None:
-        return ctx.constant(value.graph, form), f"a shared buffer, {what}"
-    return empty.insert_empty(value, call.node, ctx), what

@@ -73,6 +73,18 @@ _define(
 )
 
 
+def _sums(xs: list[Tensor], out: Tensor) -> None:
+    out.copy_(torch.stack(xs).sum(0))
+
+
+_define(
+    "sums(Tensor[] xs, Tensor(a!) out) -> ()",
+    _sums,
+    _nothing,
+    OpContract(overwritten=("out",)),
+)
+
+
 def _quantize(x: Tensor, q: Tensor, s: Tensor) -> None:
     calls.append("quantize")
     scale = x.abs().amax(-1, keepdim=True)

@@ -64,6 +64,12 @@ def also_read(x: Tensor) -> Tensor:
     return out
 
 
+def also_read_in_a_list(x: Tensor) -> Tensor:
+    out = torch.ones(5, 8)
+    fills.sums([x, out], out)
+    return out
+
+
 def effect(x: Tensor) -> Tensor:
     out = fills.effect(x)
     ops.copy_out(x, out)
@@ -78,6 +84,7 @@ LEFT = {
     a_part: PART,
     every_other_column: PART,
     also_read: (False, "the op reads the buffer as x"),
+    also_read_in_a_list: (False, "the op reads the buffer as xs"),
     effect: (False, "out comes from compile_ext_fills::effect, which may do more than make it"),
 }
 

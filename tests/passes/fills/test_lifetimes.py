@@ -48,7 +48,7 @@ def no_grad() -> Any:
 def own_constants() -> list[derived.Constants]:
     """The tables that come from no parameter and are alive."""
     gc.collect()
-    found = [t for key, t in list(derived._SHARED.items()) if key[3] == ()]
+    found = [t for key, t in list(derived._SHARED.items()) if key[-1] == ()]
     return [t for t in found if len(t)]
 
 
