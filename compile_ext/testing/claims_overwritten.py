@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from compile_ext.testing.memory import filled
+from compile_ext.testing.memory import filled, poisoned_copy
 from compile_ext.testing.poison import poisons
-from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim
+from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim, proved_arguments
 from compile_ext.testing.trial import Trial
 
 
 def prove_overwritten(trial: Trial) -> list[Claim]:
-    return [_prove(trial, name) for name in trial.contract.overwritten]
+    claims = [_prove(trial, name) for name in trial.contract.overwritten]
+    return [*claims, *_together(trial, proved_arguments(trial.contract.overwritten, claims))]
+
+
+def _together(trial: Trial, names: list[str]) -> list[Claim]:
+    """A pass leaves all of them uninitialised."""
+    if len(names) < 2:
+        return []
+    claim = f"overwritten {', '.join(map(repr, names))}"
+    label = f"{claim}: all of them filled with 0xFF bytes before"
+    fix = "write every element of them without reading one, or take it out of overwritten"
+    changes = {name: poisoned_copy(trial.arguments[name]) for name in names}
+    trial.require_same(label, trial.run(label, changes), trial.baseline, fix)
+    return [Claim(claim, PROVED, "equal bits after 0xFF bytes in all of them")]
 
 
 def _prove(trial: Trial, name: str) -> Claim:

@@ -10,16 +10,35 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_ext.ops.contract import is_optional, is_unread
-from compile_ext.testing.memory import filled
+from compile_ext.testing.memory import filled, poisoned_copy
 from compile_ext.testing.messages import Raised
 from compile_ext.testing.poison import poisons
-from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim
+from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim, proved_arguments
 from compile_ext.testing.trial import ClaimError, Trial
 
 
 def prove_unread(trial: Trial) -> list[Claim]:
     fakes = _fakes(trial) if trial.contract.unread else {}
-    return [_prove(trial, name, fakes) for name in trial.contract.unread]
+    claims = [_prove(trial, name, fakes) for name in trial.contract.unread]
+    return [*claims, *_together(trial, proved_arguments(trial.contract.unread, claims))]
+
+
+def _together(trial: Trial, names: list[str]) -> list[Claim]:
+    """A pass strips all of them: the op must not need one where it has not got another."""
+    if len(names) < 2:
+        return []
+    claim = f"unread[{', '.join(map(repr, names))}]"
+    what = " and ".join(map(repr, names))
+    fix = f"the op reads one of {what} for such calls of the other: mend it, or the predicates"
+    poisoned = {name: poisoned_copy(trial.arguments[name]) for name in names}
+    without = {n: None if is_optional(trial.op, n) else x for n, x in poisoned.items()}
+    kinds: dict[str, dict[str, Any]] = {"0xFF bytes": poisoned}
+    if None in without.values():
+        kinds["None"] = without
+    for how, changes in kinds.items():
+        label = f"{claim}: all of them {how}"
+        trial.require_same(label, trial.run(label, changes), trial.baseline, fix)
+    return [Claim(claim, PROVED, f"equal bits with all of them {', '.join(kinds)}")]
 
 
 def _prove(trial: Trial, name: str, fakes: dict[str, Any]) -> Claim:

@@ -86,6 +86,10 @@ def filled(x: Tensor, pattern: bytes) -> Tensor:
     return copy
 
 
+def poisoned_copy(x: Tensor) -> Tensor:
+    return filled(x, bytes([POISON_BYTE]) * x.element_size())
+
+
 def guarded(x: Tensor, byte: int = POISON_BYTE) -> Tensor:
     """A copy of ``x`` whose memory before, behind and between its elements holds ``byte``."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1

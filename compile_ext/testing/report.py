@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,11 @@ class Claim:
     name: str
     status: Literal["proved", "not exercised"]
     how: str
+
+
+def proved_arguments(names: Iterable[str], claims: list[Claim]) -> list[str]:
+    """Those whose claim was proved; ``claims`` in the order of the names."""
+    return [n for n, claim in zip(names, claims, strict=True) if claim.status == PROVED]
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,39 @@ def test_a_buffer_in_the_memory_of_another_argument_is_not_exercised(define):
     }
 
 
+# several at once, as a pass strips them
+
+
+def test_arguments_that_are_unread_alone_but_not_together(define, assert_false):
+    def needs_one(x: Tensor, s: Tensor | None, t: Tensor | None) -> Tensor:
+        if s is None and t is None:
+            raise ValueError("one of s and t")
+        return x + 1
+
+    contract = OpContract(unread={"s": lambda **_: True, "t": lambda **_: True})
+    op = define("two(Tensor x, Tensor? s, Tensor? t) -> Tensor", needs_one, contract, fake)
+    found = r"unread\['s', 't'\]: all of them None: the op raises ValueError: one of s and t"
+    assert_false(op, (X, torch.ones(1), torch.ones(1)), found, "what the clean run", "'s' and 't'")
+    schema = "two_2(Tensor x, Tensor? s, Tensor? t) -> Tensor"
+    op = define(schema, lambda x, s, t: x + 1, contract, fake)
+    report = check_contract(op, (X, torch.ones(1), torch.ones(1)))
+    assert report.claims[3].name == "unread['s', 't']"
+    assert report.claims[3].how == "equal bits with all of them 0xFF bytes, None"
+    assert "unread['s', 't']" not in check_contract(op, (X, torch.ones(1), None)).proved
+
+
+def test_buffers_that_are_overwritten_alone_but_not_together(define, assert_false):
+    def reads_both(x: Tensor, o: Tensor, p: Tensor) -> None:
+        value = 9 if o.isnan().any() and p.isnan().any() else 1
+        o.fill_(value)
+        p.copy_(x)
+
+    schema = "both(Tensor x, Tensor(a!) o, Tensor(b!) p) -> ()"
+    op = define(schema, reads_both, OpContract(overwritten=("o", "p")))
+    found = r"overwritten 'o', 'p': all of them filled with 0xFF bytes before: argument 'o' \[0\]"
+    assert_false(op, (X, torch.zeros(2), torch.zeros(2, 3)), found, "^1 bit for bit")
+
+
 # what the schema says
 
 
