@@ -39,6 +39,7 @@ def register_contract(op: OpOverload, contract: OpContract) -> None:
     for found, wanted, fix in _faults(op, contract):
         raise ContractError(f"contract of {op}", found, wanted, fix)
     _CONTRACTS[op] = contract
+    _MISFITS.pop(op, None)
 
 
 def contract_of(op: OpOverload) -> OpContract | None:

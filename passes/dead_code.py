@@ -49,8 +49,8 @@ def erase_writes(writes: Iterable[Node]) -> None:
 
 
 def _may_be_dead(user: Node, node: Node) -> bool:
-    """It only writes ``node``, or is a view of it, and so may go with it."""
-    return bool(written_arguments(user)) or storage(user) == storage(node)
+    """It writes ``node``, or is a view of it, and so may go with it."""
+    return any(storage(x) == storage(node) for x in (user, *written_arguments(user)))
 
 
 def _group(node: Node) -> set[Node]:
@@ -58,22 +58,20 @@ def _group(node: Node) -> set[Node]:
     storage, and those that do nothing but write it."""
     if not node.users and not written_arguments(node):
         return {node}
-    of_storage: dict[int, list[Node]] = {}
-    for x in node.graph.nodes:
-        at = storage(x)
-        if at is not None:
-            of_storage.setdefault(at, []).append(x)
     group: set[Node] = set()
+    storages = {storage(node)}
     todo = [node]
     while todo:
         x = todo.pop()
-        if x in group or x._erased:
+        if x in group:
             continue
         group.add(x)
-        for y in (x, *written_arguments(x)):
-            at = storage(y)
-            todo += of_storage.get(at, []) if at is not None else []
-        todo += [user for user in x.users if written_arguments(user) and not user.users]
+        # Whatever shares a storage is reached from its allocation through views.
+        todo += [y for y in (*x.all_input_nodes, *x.users) if storage(y) in storages - {None}]
+        for user in x.users:
+            if not user.users and (written := written_arguments(user)):
+                storages |= {storage(y) for y in written}
+                todo += [user, *written]
     return group
 
 

@@ -94,7 +94,12 @@ def in_transform(value: Any) -> bool:
 
 
 def is_static(size: Any) -> bool:
-    return isinstance(size, int) and not isinstance(size, torch.SymInt)
+    """Whether a size is a number: an int, or a symbol that Dynamo has found to be one (K of an
+    activation under ``dynamic=True``, which the weight fixes).
+    """
+    if isinstance(size, torch.SymInt):
+        return size.node.maybe_as_int() is not None
+    return isinstance(size, int)
 
 
 def has_free_size(value: Any) -> bool:

@@ -54,19 +54,21 @@ def _allocation(value: Node) -> Node | None:
     at = storage(value)
     if at is None:
         return None
-    first = next(x for x in value.graph.nodes if storage(x) == at)
-    return first if first.op in ("call_function", "call_method") else None
+    while base := next((x for x in value.all_input_nodes if storage(x) == at), None):
+        value = base
+    return value if value.op in ("call_function", "call_method") else None
 
 
 def _before(made: Node, op: Node) -> list[Node]:
-    """What touches the storage between its allocation and the op."""
-    found: list[Node] = []
-    at = made.next
-    while at is not op:
-        if any(storage(x) == storage(made) for x in (at, *at.all_input_nodes)):
-            found.append(at)
-        at = at.next
-    return found
+    """What touches the storage between its allocation and the op, in graph order."""
+    found: set[Node] = set()
+    todo = [made]
+    while todo:
+        for user in todo.pop().users:
+            if user < op and user not in found:
+                found.add(user)
+                todo += [user] if storage(user) == storage(made) else []
+    return sorted(found)
 
 
 def _writes(node: Node, made: Node) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import constants
-from compile_ext.layers import BlockFp8Linear
+from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops import (
     block_scaled_mm,
     quantize_fp8_groups,
@@ -70,6 +70,15 @@ arg6: float32[8] = pad([0, 2], 0)
 %3: float32[5, 6] = .clone(%2, memory_format=contiguous_format)
 return [%3]""",
     )
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_every_size_dynamic(rewrite: Any, m: int) -> None:
+    """K of the activation is a symbol there, which the fake of the op fixes to the weight's K."""
+    x = torch.randn(m, 40).bfloat16()
+    got = rewrite(ChannelFp8Linear(torch.randn(50, 40)), x, dynamic=True)
+    fired = [detail for did, detail in got.of("fold_weight_padding") if did]
+    assert fired == ["N 50 -> 64, K 40 -> 48: a, b, scale_b padded"]
 
 
 def test_dynamic_m_makes_one_graph(rewrite: Any) -> None:

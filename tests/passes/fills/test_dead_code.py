@@ -10,6 +10,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+from compile_ext.passes import dead_code
+from compile_ext.passes.fills import overwritten_outputs
+from compile_ext.passes.values import storage
+
 PASS = "strip_placeholder_fills"
 SHARED = (True, "s is not read: a shared buffer, uninitialised")
 ops = torch.ops.compile_ext_tests
@@ -207,3 +211,35 @@ def test_a_buffer_that_others_read_keeps_its_writes(rewrite: Any) -> None:
     got = rewrite(model, torch.randn(5, 8))
     assert got.of(PASS)[0] == SHARED
     assert got.graph.count("setitem") == 2
+
+
+def test_cost_grows_with_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with its square: a decoder writes thousands of buffers."""
+    looks = 0
+
+    def counted(value: Any) -> int | None:
+        nonlocal looks
+        looks += 1
+        return storage(value)
+
+    for module in (dead_code, overwritten_outputs):
+        monkeypatch.setattr(module, "storage", counted)
+
+    def cost(n: int) -> int:
+        nonlocal looks
+        looks = 0
+
+        def model(x: Tensor) -> Tensor:
+            for _ in range(n):
+                out = torch.zeros(5, 8)
+                ops.copy_out(x, out)
+                x = out
+            return x
+
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": "eager"})
+        x = torch.randn(5, 8)
+        assert torch.equal(call(x), x)
+        return looks
+
+    assert cost(40) <= 2.2 * cost(20)
