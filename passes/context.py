@@ -21,7 +21,7 @@ from compile_ext.passes.effects import (
     written_operands,
     written_storages,
 )
-from compile_ext.passes.op_calls import OpCall
+from compile_ext.passes.op_calls import FUNCTIONALIZED, OpCall
 from compile_ext.passes.readers import op_name, weight_source
 from compile_ext.passes.report import Decision, Entry, GraphReport
 from compile_ext.passes.scopes import Scope, find_scopes
@@ -87,7 +87,8 @@ class PassContext:
         roots = self.root_inputs(weight) if weight is not None else ()
         if not roots:
             roots = next((r for a in node.all_input_nodes if (r := self._static_roots(a))), ())
-        return self.report.entry(node, op_name(node.target), roots, module_hint(node))
+        target = node.args[0] if node.target in FUNCTIONALIZED else node.target
+        return self.report.entry(node, op_name(target), roots, module_hint(node))
 
     def _static_roots(self, node: Node) -> tuple[int, ...]:
         roots = self.root_inputs(node)

@@ -81,7 +81,7 @@ def _why_not(
     value = call.arguments[name]
     for other, x in call.arguments.items():
         if other != name and any(storage(y) == storage(made) for y in nodes_in(x)):
-            return f"the op reads the buffer as {other}"
+            return f"the op is given the buffer as {other} too"
     if not _covers(value, made):
         return f"{name} is a part of its buffer, and the rest is not overwritten"
     if not is_erasable(made, ctx.scopes):

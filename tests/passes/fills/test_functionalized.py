@@ -10,6 +10,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
+import compile_ext
+
 PASS = "strip_placeholder_fills"
 ops = torch.ops.compile_ext_tests
 fills = torch.ops.compile_ext_fills
@@ -192,3 +194,9 @@ def test_first_version_of_a_part(rewrite: Any) -> None:
 
     got = rewrite(model, torch.randn(5, 8))
     assert got.of(PASS) == [(False, "out is a part of its buffer, and the rest is not overwritten")]
+
+
+def test_explain_names_the_op() -> None:
+    x = torch.randn(5, 8)
+    report = compile_ext.explain(exported(copied, x), x)
+    assert [row.op for row in report.rows] == ["compile_ext_tests::copy_out"]

@@ -83,8 +83,8 @@ LEFT = {
     copied_from_itself: USED,
     a_part: PART,
     every_other_column: PART,
-    also_read: (False, "the op reads the buffer as x"),
-    also_read_in_a_list: (False, "the op reads the buffer as xs"),
+    also_read: (False, "the op is given the buffer as x too"),
+    also_read_in_a_list: (False, "the op is given the buffer as xs too"),
     effect: (False, "out comes from compile_ext_fills::effect, which may do more than make it"),
 }
 
