@@ -67,6 +67,14 @@ class ContractError(CompileExtError, ValueError):
     """A contract does not fit its op's schema, or claims the impossible."""
 
 
+class ClaimError(ContractError):
+    """A claim of a contract is false: ``check_contract`` ran the op, and it shows."""
+
+
+class ChildTrace(Exception):
+    """The cause of what an op raises under ``check_contract``: the child process's traceback."""
+
+
 class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 

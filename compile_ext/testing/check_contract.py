@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,19 +14,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.errors import ContractError
 from compile_ext.ops.registry import contract_of
-from compile_ext.testing import find_op
 from compile_ext.testing.arguments import Arguments, bind, on_cpu
-from compile_ext.testing.claims_align import prove_align
-from compile_ext.testing.claims_clean import prove_clean
-from compile_ext.testing.claims_m1 import prove_m1_variant
-from compile_ext.testing.claims_memory import prove_bounds, prove_memory
-from compile_ext.testing.claims_overwritten import prove_overwritten
-from compile_ext.testing.claims_prewait import prove_prewait_reads
-from compile_ext.testing.claims_unread import prove_unread
-from compile_ext.testing.isolated import Isolated
+from compile_ext.testing.claims.align import prove_align
+from compile_ext.testing.claims.clean import prove_clean
+from compile_ext.testing.claims.contents import prove_overwritten, prove_unread
+from compile_ext.testing.claims.m1 import prove_m1_variant
+from compile_ext.testing.claims.memory import prove_bounds, prove_memory
+from compile_ext.testing.claims.prewait import prove_prewait_reads
+from compile_ext.testing.process import find_op
+from compile_ext.testing.process.isolated import Isolated
 from compile_ext.testing.report import NOT_EXERCISED, Claim, ContractReport
 from compile_ext.testing.trial import Trial
 
+_LONGEST = 1_000_000  # seconds; the wait counts milliseconds in 32 bits
 PROOFS = (
     prove_clean,  # first: all others compare with the clean run
     prove_unread,
@@ -47,26 +48,32 @@ def check_contract(
 ) -> ContractReport:
     """Run ``op`` on ``inputs`` and on inputs that its contract says are as good, and compare.
 
-    The op runs in a child process, without gradients; a crash there is an error here.
+    The op runs in a child process, without gradients; a crash there is an error here. Where it
+    raises for inputs that are not aligned as the contract says, all runs are with aligned ones,
+    padded as a pass pads them, and a note of the report says so.
 
     Args:
         op: an overload that has a contract.
         inputs: positional arguments in the order of the schema; or all arguments by schema name.
             Tensors keep their strides, their offsets and the memory that they share. Small ones are
-            enough: the op runs some twenty to fifty times.
+            enough: the op runs ten to fifty times.
         imports: modules that define the op, for the child that runs CUDA ops.
-        timeout: seconds that one run may take.
+        timeout: seconds that one run may take, and the start of the child (which imports torch for
+            CUDA tensors).
 
     Returns:
-        Every claim, as proved for these inputs or as not exercised by them. Print it.
+        Every claim: it holds for these inputs, or is not exercised by them. Print it.
 
     Raises:
-        ContractError: a claim is false (with the argument, and the first element that differs); the
-            op has no contract, or the inputs do not fit its schema; the child died (with the run).
-        Exception: what the op raises for the inputs as they are.
+        ClaimError: a claim is false (with the argument, and the first element that differs).
+        ContractError: the op has no contract, the inputs do not fit its schema, ``timeout`` is no
+            such number; the child died or ran out of time (with the run).
+        Exception: what the op raises for the inputs as they are (and, where they are not aligned,
+            for aligned ones too).
     """
     where = f"check_contract({op})"
     contract = _contract(op, where)
+    _refuse_timeout(timeout, where)
     caller = str(sys._getframe(1).f_globals.get("__name__", "__main__"))
     # Without the modes around the call: under a FakeTensorMode the copies would be fakes.
     with torch.no_grad(), _disable_current_modes():
@@ -103,11 +110,22 @@ def _vacuous(claim: Claim) -> Claim:
 def _nothing_to_run(contract: OpContract) -> list[Claim]:
     claims = []
     if contract.gemm is not None:
-        why = "roles are names; align, memory and m1_variant rest on them"
+        why = "nothing to run: says only which argument is which"
         claims.append(Claim("gemm", NOT_EXERCISED, why))
     if contract.compile_units is not None:
         claims.append(Claim("compile_units", NOT_EXERCISED, "for the warmup: no call rests on it"))
     return claims
+
+
+def _refuse_timeout(timeout: Any, where: str) -> None:
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout <= _LONGEST or math.isnan(timeout):
+        raise ContractError(
+            where,
+            f"timeout={timeout!r}",
+            f"a number of seconds above 0, up to {_LONGEST:_}",
+            "pass the seconds that one run may take, for example timeout=300",
+        )
 
 
 def _contract(op: OpOverload, where: str) -> OpContract:

@@ -16,10 +16,18 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 
 @dataclass(frozen=True)
 class Difference:
-    """``found`` where ``wanted`` should be, as texts; ``found`` names the element and counts."""
+    """``found`` where ``wanted`` should be, as texts.
+
+    Args:
+        at: the element, as an index: ``[1, 2]``; "" for the whole.
+    """
 
     found: str
     wanted: str
+    at: str = ""
+
+    def of(self, name: str) -> str:
+        return f"{name}{self.at} {self.found}"
 
 
 def bits_differ(got: Any, want: Any) -> Difference | None:
@@ -92,7 +100,7 @@ def _first(wrong: Tensor, got: Tensor, want: Tensor) -> Difference | None:
         found, wanted = (f"{t} (0x{_bytes(x[at]).flip(-1).numpy().tobytes().hex()})"
                          for t, x in ((found, got), (wanted, want)))  # fmt: skip
     count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-    return Difference(f"{list(at)} is {found}; {count}", wanted)
+    return Difference(f"is {found}, {count}", wanted, str(list(at)) if at else "")
 
 
 def _element(x: Tensor) -> str:

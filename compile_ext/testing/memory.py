@@ -9,12 +9,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from compile_ext.passes.derivation.uninitialised import poison_byte
+
 # An integer of the same size, to look at bits; complex128 stands for 16 bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # What lies around a tensor in ``guarded``, in bytes. Behind it more: a kernel runs over an end more
 # often than it starts too early. Both keep the alignment that a CUDA allocation has.
 _BEFORE, _BEHIND, _ALIGNMENT = 4096, 65536, 512
-POISON_BYTE = 0xFF  # NaN in every float that has one (not in float4), -1 in integers
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -86,17 +87,26 @@ def filled(x: Tensor, pattern: bytes) -> Tensor:
     return copy
 
 
+def poison_pattern(dtype: torch.dtype) -> bytes:
+    """The bytes of one poisoned element: NaN in every float that has one (not in float4), -1 in
+    integers."""
+    return bytes([poison_byte(dtype)]) * dtype.itemsize
+
+
 def poisoned_copy(x: Tensor) -> Tensor:
-    return filled(x, bytes([POISON_BYTE]) * x.element_size())
+    return filled(x, poison_pattern(x.dtype))
 
 
-def guarded(x: Tensor, byte: int = POISON_BYTE) -> Tensor:
-    """A copy of ``x`` whose memory before, behind and between its elements holds ``byte``."""
+def guarded(x: Tensor, byte: int | None = None) -> Tensor:
+    """A copy of ``x`` whose memory before, behind and between its elements holds ``byte``; without,
+    poison."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
     size = x.element_size()
     lead = _BEFORE + x.storage_offset() * size % _ALIGNMENT
     total = lead + (last + 1) * size + _BEHIND
-    memory = torch.full((total,), byte, dtype=torch.uint8, device=x.device)
+    memory = torch.full(
+        (total,), poison_byte(x.dtype) if byte is None else byte, dtype=torch.uint8, device=x.device
+    )
     copy = _placed(memory, x.dtype, lead // size, x.shape, x.stride())
     storage_bits(copy)[elements(copy)] = storage_bits(x)[elements(x)]
     return copy

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-PROVED: Literal["proved"] = "proved"
+HOLDS: Literal["holds"] = "holds"
 NOT_EXERCISED: Literal["not exercised"] = "not exercised"
 
 
@@ -16,23 +16,23 @@ class Claim:
 
     Args:
         name: as the contract writes it: ``unread['scale']``.
-        status: ``proved``, for the inputs that were given; or ``not exercised`` by them.
+        status: ``holds``, for the inputs that were given; or ``not exercised`` by them.
         how: what was run and compared; or the reason.
     """
 
     name: str
-    status: Literal["proved", "not exercised"]
+    status: Literal["holds", "not exercised"]
     how: str
 
 
-def proved_arguments(names: Iterable[str], claims: list[Claim]) -> list[str]:
-    """Those whose claim was proved; ``claims`` in the order of the names."""
-    return [n for n, claim in zip(names, claims, strict=True) if claim.status == PROVED]
+def holding(names: Iterable[str], claims: list[Claim]) -> list[str]:
+    """Those whose claim holds; ``claims`` in the order of the names."""
+    return [n for n, claim in zip(names, claims, strict=True) if claim.status == HOLDS]
 
 
 @dataclass(frozen=True)
 class ContractReport:
-    """Every claim of one contract, as proved or as not exercised with the reason.
+    """Every claim of one contract: it holds for the inputs, or is not exercised with the reason.
 
     Args:
         op: the overload's name.
@@ -47,9 +47,9 @@ class ContractReport:
     runs: int
 
     @property
-    def proved(self) -> tuple[str, ...]:
-        """The names of the claims that were proved."""
-        return tuple(c.name for c in self.claims if c.status == PROVED)
+    def holds(self) -> tuple[str, ...]:
+        """The names of the claims that hold for these inputs."""
+        return tuple(c.name for c in self.claims if c.status == HOLDS)
 
     @property
     def not_exercised(self) -> dict[str, str]:
@@ -57,8 +57,8 @@ class ContractReport:
         return {c.name: c.how for c in self.claims if c.status == NOT_EXERCISED}
 
     def __str__(self) -> str:
-        counts = f"{len(self.proved)} proved, {len(self.not_exercised)} not exercised"
+        counts = f"{len(self.holds)} hold for these inputs, {len(self.not_exercised)} not exercised"
         width = max((len(c.name) for c in self.claims), default=0)
         lines = [f"  {c.status:<13}  {c.name:<{width}}  {c.how}" for c in self.claims]
         notes = [f"  note: {note}" for note in self.notes]
-        return "\n".join([f"{self.op}: {counts}, in {self.runs} runs", *lines, *notes])
+        return "\n".join([f"{self.op}: {counts}; {self.runs} runs", *lines, *notes])

@@ -10,21 +10,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-from compile_ext.ops.contract import OpContract
-from compile_ext.ops.errors import ContractError
+from compile_ext.ops.contract import Gemm, OpContract
+from compile_ext.ops.errors import ChildTrace, ClaimError
+from compile_ext.passes.padding.alignment import Widths, argument_widths, growth, padding_of
 from compile_ext.testing.arguments import Arguments, Devices
 from compile_ext.testing.compare import Difference, bits_differ, tolerance, values_differ
-from compile_ext.testing.isolated import Isolated, Outcome
 from compile_ext.testing.memory import storage_id, tensors_in
-from compile_ext.testing.messages import Raised
+from compile_ext.testing.process.isolated import Isolated, Outcome
+from compile_ext.testing.process.messages import Raised
 
-
-class ClaimError(ContractError):
-    """A claim of a contract is false: running the op shows it."""
-
-
-class ChildTrace(Exception):
-    """The traceback of the child, as the cause of an exception that it handed over."""
+Grow = dict[str, int]  # "n", "k" -> elements
 
 
 @dataclass
@@ -115,9 +110,17 @@ class Trial:
         return tolerance(result, tensors_in(self.arguments), device)
 
     def require_same(
-        self, label: str, got: Outcome | Raised, want: Outcome, fix: str, *, close: bool = False
+        self,
+        label: str,
+        got: Outcome | Raised,
+        want: Outcome,
+        fix: str,
+        *,
+        why: str = "",
+        close: bool = False,
     ) -> Outcome:
-        """Raises ClaimError where ``got`` is not what the clean run ``want`` gave."""
+        """Raises ClaimError where ``got`` is not what the clean run ``want`` gave; ``why`` says
+        what a difference means."""
         if isinstance(got, Raised):
             what = f"{label}: the op raises {got.text}"
             raise ClaimError(self.where, what, "what the clean run returns", fix) from got.error
@@ -126,7 +129,7 @@ class Trial:
             return got
         name, found = difference
         how = "within rounding" if close else "bit for bit"
-        what = f"{label}: {name} {found.found}"
+        what = f"{label}: {found.of(name)}{f': {why}' if why else ''}"
         raise ClaimError(self.where, what, f"{found.wanted} {how}", fix)
 
     def shares_written_memory(self, name: str) -> str | None:
@@ -143,6 +146,36 @@ class Trial:
     def tensor(self, name: str) -> Tensor | None:
         value = self.arguments[name]
         return value if isinstance(value, Tensor) else None
+
+    @property
+    def gemm(self) -> Gemm:
+        assert self.contract.gemm is not None  # the registry refuses align without it
+        return self.contract.gemm
+
+    def growth(self) -> tuple[Grow, Grow] | str:
+        """N and K, and what each lacks to its multiple; or why that cannot be told."""
+        return growth(self, self.gemm)
+
+    def widths(self, sizes: Grow, grow: Grow) -> dict[str, Widths] | str:
+        """The arguments that grow and how; or why that cannot be told."""
+        return argument_widths(self, self.gemm, sizes, grow)
+
+    def padded(self, widths: dict[str, Widths]) -> dict[str, Tensor]:
+        """As the pass pads a weight."""
+        return {x: padding_of(self.arguments[x], w)(self.arguments[x]) for x, w in widths.items()}
+
+    def aligned_arguments(self) -> tuple[dict[str, Tensor], str] | None:
+        """The inputs padded to the contract's multiples, and what that is in words; None where they
+        are aligned, or cannot be padded."""
+        found = self.growth() if self.contract.align else "no alignment"
+        if isinstance(found, str) or not any(found[1].values()):
+            return None
+        widths = self.widths(*found)
+        return None if isinstance(widths, str) else (self.padded(widths), in_words(*found))
+
+
+def in_words(sizes: Grow, grow: Grow) -> str:
+    return ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)
 
 
 def passed_on(raised: Raised) -> Exception:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from compile_ext.ops import OpContract
 from compile_ext.testing import check_contract
+from compile_ext.testing.claims.poison import poisons
+from compile_ext.testing.memory import guarded, poisoned_copy
 
 SCALED = "scaled(Tensor x, Tensor? scale, bool scale_it) -> Tensor"
 UNREAD = OpContract(unread={"scale": lambda scale_it, **_: not scale_it})
@@ -37,7 +39,7 @@ def reads_nan(x: Tensor, scale: Tensor | None, scale_it: bool) -> Tensor:
 def test_unread_is_proved(define):
     op = define(SCALED, scaled, UNREAD, fake)
     report = check_contract(op, (X, torch.ones(1), False))
-    assert report.proved == ("schema", "unread['scale']", "bounds")
+    assert report.holds == ("clean runs", "unread['scale']", "bounds (every op)")
     assert report.claims[1].how == (
         "equal bits with NaN, Inf, the largest, the smallest, zero, 0xFF bytes, None;"
         " the fake takes None"
@@ -60,17 +62,17 @@ def test_an_op_that_reads_its_unread_scale(define, assert_false):
     assert_false(
         op,
         (X, torch.ones(1), False),
-        r"unread\['scale'\]: argument 'scale' filled with NaN: result \[1, 2\] is nan;"
-        r" 1 of 6 elements differ",
+        r"unread\['scale'\]: argument 'scale' filled with NaN: result\[1, 2\] is nan,"
+        r" 1 of 6 elements differ: the op reads 'scale'$",
         "^6 bit for bit$",
-        "the op reads 'scale'",
+        "mend the op, or let the predicate of 'scale' say False for such calls",
     )
 
 
 def test_an_op_that_reads_a_bound_which_nan_and_large_values_do_not_move(define, assert_false):
     bound = torch.full((1,), 100.0)
     op = define(SCALED, lambda x, scale, scale_it: torch.fmin(x, scale[0]), UNREAD, fake)
-    found = r"argument 'scale' filled with the smallest: result \[0, 0\] is -3.40282e\+38"
+    found = r"argument 'scale' filled with the smallest: result\[0, 0\] is -3.40282e\+38"
     assert_false(op, (X, bound, False), found, "^0 bit for bit")
     schema = SCALED.replace("scaled", "scaled_2")
     op = define(schema, lambda x, scale, scale_it: x + (scale == 0), UNREAD, fake)
@@ -132,7 +134,15 @@ def test_a_plain_tensor_is_not_tried_with_none(define):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.int32, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    "dtype",
+    [
+        torch.int32,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+    ],
 )
 def test_an_unread_argument_of_any_dtype(define, assert_false, dtype):
     def reads(x: Tensor, scale: Tensor | None, scale_it: bool) -> Tensor:
@@ -143,9 +153,33 @@ def test_an_unread_argument_of_any_dtype(define, assert_false, dtype):
 
     clean = torch.ones(1).to(dtype)
     op = define(SCALED, reads, UNREAD, fake)
-    assert_false(op, (X, clean, False), r"argument 'scale' filled with .*: result \[0, 0\]", "^1 ")
+    assert_false(op, (X, clean, False), r"argument 'scale' filled with .*: result\[0, 0\]", "^1 ")
     op = define(SCALED.replace("scaled", "scaled_2"), scaled, UNREAD, fake)
-    assert "unread['scale']" in check_contract(op, (X, clean, False)).proved
+    assert "unread['scale']" in check_contract(op, (X, clean, False)).holds
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_the_poison_of_formats_whose_only_nan_is_0x80(dtype):
+    assert bool(poisoned_copy(torch.zeros(2).to(dtype)).float().isnan().all())
+    memory = torch.empty(0, dtype=dtype).set_(guarded(X.to(dtype)).untyped_storage())
+    assert int(memory.float().isnan().sum()) == memory.numel() - X.numel()
+    names = ["NaN", "the largest", "the smallest", "zero"]  # Inf and poison are NaN
+    assert list(poisons(dtype)) == names
+
+
+def test_an_argument_without_elements_or_in_written_memory_is_not_exercised(define):
+    op = define(SCALED, scaled, UNREAD, fake)
+    report = check_contract(op, (X, torch.ones(0), False))
+    assert report.not_exercised == {"unread['scale']": "scale has no elements in these inputs"}
+    schema = "into_2(Tensor(a!) x, Tensor? scale) -> ()"
+
+    def clears(x: Tensor, scale: Tensor | None) -> None:
+        x.zero_()
+
+    op = define(schema, clears, OpContract(unread={"scale": lambda **_: True}))
+    x = X.clone()
+    why = check_contract(op, (x, x[0])).not_exercised["unread['scale']"]
+    assert why == "scale lies in the memory of x, and the op writes there"
 
 
 # overwritten
@@ -158,7 +192,7 @@ def test_overwritten_is_proved(define):
     op = define(INTO, double_into, OVERWRITTEN)
     out = torch.full_like(X, 7)
     report = check_contract(op, (X, out))
-    assert report.proved == ("schema", "overwritten 'out'", "bounds")
+    assert report.holds == ("clean runs", "overwritten 'out'", "bounds (every op)")
     assert bool((out == 7).all())  # the caller's tensors are left alone
 
 
@@ -179,8 +213,8 @@ def test_a_buffer_that_the_op_resizes(define):
         out.resize_(x.shape).copy_(x)
 
     op = define(INTO, resizes, OVERWRITTEN)
-    assert "overwritten 'out'" in check_contract(op, (X, torch.zeros(2, 3))).proved
-    assert "schema" in check_contract(op, (X, torch.zeros(0))).proved
+    assert "overwritten 'out'" in check_contract(op, (X, torch.zeros(2, 3))).holds
+    assert "clean runs" in check_contract(op, (X, torch.zeros(0))).holds
 
 
 @pytest.mark.parametrize(
@@ -188,7 +222,7 @@ def test_a_buffer_that_the_op_resizes(define):
 )
 def test_an_op_that_reads_or_leaves_what_was_in_its_buffer(define, assert_false, run, element):
     op = define(INTO, run, OVERWRITTEN)
-    found = rf"overwritten 'out': argument 'out' filled with NaN before: argument 'out' {element}"
+    found = rf"overwritten 'out': argument 'out' filled with NaN before: argument 'out'{element} is"
     assert_false(op, (X, torch.zeros(2, 3)), found, "^0 bit for bit", "without reading it")
 
 
@@ -197,8 +231,8 @@ def test_a_buffer_in_the_memory_of_another_argument_is_not_exercised(define):
     x = X.clone()
     report = check_contract(op, (x, x))
     assert report.not_exercised == {
-        "overwritten 'out'": "out lies in the memory of x",
-        "bounds": "x, in the memory of out; out, in the memory of x",
+        "overwritten 'out'": "out lies in the memory of x, and the op writes there",
+        "bounds (every op)": "x, in the memory of out; out, in the memory of x",
     }
 
 
@@ -214,13 +248,13 @@ def test_arguments_that_are_unread_alone_but_not_together(define, assert_false):
     contract = OpContract(unread={"s": lambda **_: True, "t": lambda **_: True})
     op = define("two(Tensor x, Tensor? s, Tensor? t) -> Tensor", needs_one, contract, fake)
     found = r"unread\['s', 't'\]: all of them None: the op raises ValueError: one of s and t"
-    assert_false(op, (X, torch.ones(1), torch.ones(1)), found, "what the clean run", "'s' and 't'")
+    assert_false(op, (X, torch.ones(1), torch.ones(1)), found, "what the clean run", "a predicate")
     schema = "two_2(Tensor x, Tensor? s, Tensor? t) -> Tensor"
     op = define(schema, lambda x, s, t: x + 1, contract, fake)
     report = check_contract(op, (X, torch.ones(1), torch.ones(1)))
     assert report.claims[3].name == "unread['s', 't']"
-    assert report.claims[3].how == "equal bits with all of them 0xFF bytes, None"
-    assert "unread['s', 't']" not in check_contract(op, (X, torch.ones(1), None)).proved
+    assert report.claims[3].how == "equal bits with all of them poisoned, None"
+    assert "unread['s', 't']" not in check_contract(op, (X, torch.ones(1), None)).holds
 
 
 def test_buffers_that_are_overwritten_alone_but_not_together(define, assert_false):
@@ -231,7 +265,7 @@ def test_buffers_that_are_overwritten_alone_but_not_together(define, assert_fals
 
     schema = "both(Tensor x, Tensor(a!) o, Tensor(b!) p) -> ()"
     op = define(schema, reads_both, OpContract(overwritten=("o", "p")))
-    found = r"overwritten 'o', 'p': all of them filled with 0xFF bytes before: argument 'o' \[0\]"
+    found = r"overwritten 'o', 'p': all of them poisoned before: argument 'o'\[0\] is 9"
     assert_false(op, (X, torch.zeros(2), torch.zeros(2, 3)), found, "^1 bit for bit")
 
 
@@ -246,15 +280,13 @@ def test_an_op_that_is_not_deterministic(define, assert_false):
         return x + len(calls)
 
     op = define("counts(Tensor x) -> Tensor", counts, OpContract())
-    found = (
-        r"two clean runs that differ: result \[0, 0\] is 2; 6 of 6 elements differ in the second"
-    )
-    assert_false(op, (X,), found, "^1 as in the first; .* not deterministic")
+    found = r"second clean run: result\[0, 0\] is 2, 6 of 6 elements differ: .* not deterministic"
+    assert_false(op, (X,), found, "^1 as in the first clean run", "for which it is deterministic")
 
 
 def test_random_numbers_are_the_same_in_each_run(define):
     op = define("dropout(Tensor x) -> Tensor", lambda x: x + torch.rand_like(x), OpContract())
-    assert check_contract(op, (X,)).proved == ("schema", "bounds")
+    assert check_contract(op, (X,)).holds == ("clean runs", "bounds (every op)")
 
 
 def test_an_op_that_writes_an_undeclared_argument(define, assert_false):
@@ -263,7 +295,7 @@ def test_an_op_that_writes_an_undeclared_argument(define, assert_false):
         return x + 1
 
     op = define("clobbers(Tensor x, Tensor y) -> Tensor", clobbers, OpContract())
-    found = r"clean run: argument 'y' was written, and \[1\] is 5; 1 of 3 elements differ"
+    found = r"clean run: argument 'y' was written: 'y'\[1\] is 5, 1 of 3 elements differ"
     assert_false(op, (X, torch.zeros(3)), found, "^0 as before the call", "Tensor(a!)")
 
 
@@ -272,4 +304,4 @@ def test_a_result_in_the_memory_of_an_argument(define, assert_false):
     found = "clean run: result lies in the memory of argument 'y'"
     assert_false(op, (X, torch.zeros(3)), found, "a result of its own", "clone() it")
     op = define("view_2(Tensor(a) x) -> Tensor(a)", lambda x: x[:1], OpContract())
-    assert check_contract(op, (X,)).proved == ("schema", "bounds")
+    assert check_contract(op, (X,)).holds == ("clean runs", "bounds (every op)")

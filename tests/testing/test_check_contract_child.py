@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,10 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import OpContract, router_gemm_m1
-from compile_ext.ops.errors import CompileExtError, ContractError, RankError
-from compile_ext.testing import check_contract, find_op
-from compile_ext.testing.isolated import Isolated, Outcome
-from compile_ext.testing.trial import ClaimError
+from compile_ext.ops.errors import ChildTrace, CompileExtError, ContractError, RankError
+from compile_ext.testing import ClaimError, check_contract
+from compile_ext.testing.process import find_op, isolated
+from compile_ext.testing.process.isolated import Isolated, Outcome
 
 SCHEMA = "op(Tensor x, Tensor? y) -> Tensor"
 UNREAD = OpContract(unread={"y": lambda **_: True})
@@ -34,8 +36,8 @@ def test_a_segmentation_fault_in_a_poisoned_run(define, assert_false):
         return x + 1
 
     op = define(SCHEMA, crashes, UNREAD)
-    found = r"unread\['y'\]: argument 'y' filled with Inf: the process died with SIGSEGV"
-    assert_false(op, (X, torch.ones(1)), found, "an op that returns", "touches memory")
+    found = r"'y'\]: argument 'y' filled with Inf: the process died with SIGSEGV: the op touched"
+    assert_false(op, (X, torch.ones(1)), found, "an op that returns", "mend the op")
 
 
 def test_a_child_that_ends_in_the_clean_run(define, assert_false):
@@ -46,7 +48,7 @@ def test_a_child_that_ends_in_the_clean_run(define, assert_false):
 def test_an_op_that_hangs(define):
     op = define(SCHEMA, lambda x, y: time.sleep(60), UNREAD)
     start = time.monotonic()
-    found = r"clean run: no answer after 0.2 seconds; .* timeout=; .* than one OpenMP thread"
+    found = r"clean run: no answer after 0.2 seconds: .* than one OpenMP thread .* larger timeout="
     with pytest.raises(ContractError, match=found):
         check_contract(op, (X, None), timeout=0.2)
     assert time.monotonic() - start < 10
@@ -56,6 +58,7 @@ def test_what_the_op_raises_in_a_clean_run_is_passed_on(define):
     own = torch.ops.compile_ext.router_gemm_m1.default
     with pytest.raises(RankError, match=r"router_gemm_m1: found b of shape") as raised:
         check_contract(own, (X.bfloat16(), X.bfloat16(), None))
+    assert isinstance(raised.value.__cause__, ChildTrace)
     assert "router_reference.py" in str(raised.value.__cause__)  # the child's own traceback
 
     class Local(Exception):
@@ -78,9 +81,6 @@ def test_a_false_claim_is_a_contract_error_of_its_own(define):
 
 
 def test_no_process_and_no_file_is_left(define, tmp_path, monkeypatch):
-    import multiprocessing
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     op = define(SCHEMA, lambda x, y: x + 1, UNREAD)
     check_contract(op, (X, torch.ones(1)))
@@ -89,6 +89,39 @@ def test_no_process_and_no_file_is_left(define, tmp_path, monkeypatch):
         check_contract(ends, (X,))
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
+
+
+def _ends(*_: Any) -> None:
+    os._exit(3)
+
+
+def _hangs(*_: Any) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("serve", "found", "fix"),
+    [
+        (_ends, "start of the child process: the process died with exit code 3", "see stderr"),
+        (_hangs, "start of the child process: no answer after 0.2 seconds", "a larger timeout="),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing(tmp_path, monkeypatch, serve, found, fix):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(isolated, "serve", serve)
+    closed = count_open_files()
+    with pytest.raises(ContractError) as raised:
+        Isolated("here", [], [], fork=True, seconds=0.2)
+    assert raised.value.found == found
+    assert raised.value.wanted == "a child process that starts"
+    assert fix in raised.value.fix
+    assert list(tmp_path.iterdir()) == []
+    assert multiprocessing.active_children() == []
+    assert count_open_files() == closed  # while the error still refers to all
+
+
+def count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_parent_that_is_killed_leaves_no_child_that_hangs(tmp_path):

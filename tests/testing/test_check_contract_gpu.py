@@ -77,20 +77,20 @@ needs_pdl = pytest.mark.skipif(
 @pytest.mark.parametrize("name", ["waits", "plain"])
 def test_an_op_that_waits(name, inputs):
     report = check_contract(getattr(OPS, name).default, inputs)
-    assert "prewait_reads w" in report.proved, str(report)
+    assert "prewait_reads w" in report.holds, str(report)
 
 
 @needs_pdl
 def test_an_op_that_reads_its_activation_before_the_wait(inputs):
     with pytest.raises(ContractError) as raised:
         check_contract(OPS.is_early.default, inputs)
-    found = "prewait_reads w: argument 'x' written late by the kernel before: result ["
+    found = "prewait_reads w: argument 'x' written late by the kernel before: result["
     assert raised.value.found.startswith(found)
     assert "griddepcontrol.wait" in raised.value.fix
 
 
 def test_a_false_claim_on_cuda(inputs):
-    with pytest.raises(ContractError, match=r"argument 'w' filled with NaN: result \[0\] is nan"):
+    with pytest.raises(ContractError, match=r"argument 'w' filled with NaN: result\[0\] is nan"):
         check_contract(OPS.reads.default, inputs)
 
 

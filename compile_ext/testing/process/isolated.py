@@ -15,15 +15,17 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
 
 from compile_ext.ops.errors import ContractError
-from compile_ext.testing.child import Setup, serve
-from compile_ext.testing.find_op import Source
-from compile_ext.testing.messages import Done, Raised, Request, pack, unpack
+from compile_ext.testing.process.child import Setup, serve
+from compile_ext.testing.process.find_op import Source
+from compile_ext.testing.process.messages import Done, Raised, Request, pack, unpack
+
+_START = "start of the child process"
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,29 @@ class Isolated:
         self._where, self._seconds, self._is_fork = where, seconds, fork
         self._folder = tempfile.TemporaryDirectory(prefix="compile_ext_contract_")
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, self._theirs = context.Pipe()
         names = tuple(_name(op) for op in ops)
         libraries = tuple(map(str, torch.ops.loaded_libraries))
         setup = Setup(fork, os.getpid(), names, tuple(sys.path), libraries, tuple(sources))
         self._process = context.Process(
-            target=serve, args=(theirs, self._connection, setup, self._folder.name), daemon=True
+            target=serve,
+            args=(self._theirs, self._connection, setup, self._folder.name),
+            daemon=True,
         )
         self.runs = 0
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
         with warnings.catch_warnings():
             # The child of a fork uses no lock that a thread of ours may hold: it runs torch alone.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
-        theirs.close()
-        self._refuse_missing(self._receive("start of the child process"))
+        self._theirs.close()  # or a child that dies would look like one that is busy
+        self._refuse_missing(self._receive(_START))
 
     def __enter__(self) -> Isolated:
         return self
@@ -79,11 +90,18 @@ class Isolated:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child, and remove its files."""
         self._connection.close()
-        self._process.join(1)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+        self._theirs.close()
+        if self._process.pid is not None:  # it was started
+            self._process.join(1)
+            if self._process.exitcode is None:
+                self._process.kill()
+                self._process.join()
+        self._process.close()
         self._folder.cleanup()
 
     def run(
@@ -97,7 +115,7 @@ class Isolated:
         """Run ``op`` on copies of ``arguments`` (CPU tensors, by schema name), which lie on
         ``devices`` there; ``late`` as in ``Request``."""
         self.runs += 1
-        reply = self._ask(label, op, arguments, devices, "late" if late else "run", late)
+        reply = self._ask(label, op, arguments, devices, "run", late)
         if isinstance(reply, Raised):
             return reply
         both = [reply.results, reply.arguments]
@@ -117,7 +135,7 @@ class Isolated:
         op: OpOverload,
         arguments: dict[str, Any],
         devices: list[str],
-        kind: Any,
+        kind: Literal["run", "fake"],
         late: str = "",
     ) -> Done | Raised:
         file = f"{self._folder.name}/arguments.pt"
@@ -136,15 +154,18 @@ class Isolated:
         except (EOFError, ConnectionResetError):
             raise self._death(label) from None
         self._process.kill()
-        fix = "mend the op, take smaller inputs, or pass a larger timeout="
-        if self._is_fork:  # it would wait for OpenMP's threads, which are the parent's alone
-            fix += "; an op that asks for more than one OpenMP thread never ends in a forked child"
-        raise ContractError(
-            self._where,
-            f"{label}: no answer after {self._seconds:g} seconds",
+        found = f"{label}: no answer after {self._seconds:g} seconds"
+        wanted, fix = (
             "an op that comes to an end",
-            fix,
+            "mend the op, take smaller inputs, or pass a larger",
         )
+        if label == _START:
+            wanted, fix = "a child process that starts", "pass a larger"
+        elif self._is_fork:  # it would wait for OpenMP's threads, which are the parent's alone
+            found += (
+                ": an op that asks for more than one OpenMP thread never ends in a forked child"
+            )
+        raise ContractError(self._where, found, wanted, f"{fix} timeout=")
 
     def _death(self, label: str) -> ContractError:
         self._process.join(10)
@@ -152,16 +173,15 @@ class Isolated:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        fix = "mend the op: it touches memory that it must not, or it ends the process"
-        if label.startswith("start"):
+        found = f"{label}: the process died with {how}"
+        if label == _START:
             fix = "see stderr; in a script, call it below `if __name__ == '__main__':`"
-        return ContractError(
-            self._where, f"{label}: the process died with {how}", "an op that returns", fix
-        )
+            return ContractError(self._where, found, "a child process that starts", fix)
+        found += ": the op touched memory that it must not, or ended the process"
+        return ContractError(self._where, found, "an op that returns", "mend the op")
 
     def _refuse_missing(self, missing: tuple[str, str] | None) -> None:
         if missing is not None:
-            self.__exit__(None, None, None)
             raise ContractError(
                 self._where,
                 f"no {missing[0]} in the child process, which imported {missing[1]}",

@@ -25,14 +25,15 @@ class Request:
     """Call ``op`` with ``arguments`` (by schema name) as they lie in ``file``.
 
     Args:
-        kind: ``run`` it; ``fake``: run its fake alone; ``late``: run it right behind a kernel that
-            writes the argument ``late`` only after a while.
+        kind: ``run`` it, or its ``fake`` alone.
+        late: an argument; if any, run the op right behind a kernel that writes it only after a
+            while.
     """
 
     op: str
     arguments: dict[str, Any]
     file: str
-    kind: Literal["run", "fake", "late"] = "run"
+    kind: Literal["run", "fake"] = "run"
     late: str = ""
 
 

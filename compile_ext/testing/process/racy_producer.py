@@ -19,8 +19,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch._ops import OpOverload
 
-from compile_ext.testing.child import call, synchronize
-from compile_ext.testing.memory import POISON_BYTE, as_bytes, copied, filled
+from compile_ext.testing.memory import as_bytes, copied, poisoned_copy
+from compile_ext.testing.process.child import call, synchronize
 
 CAPABILITY = (9, 0)  # griddepcontrol begins with Hopper
 # The producer has to outlast the host's way to the op's first kernel: 200 us, or several times what
@@ -54,7 +54,7 @@ def run_behind_producer(
     device = truth.device
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         return call(op, arguments), arguments, "needs compute capability 9.0 for PDL"
-    poisoned = filled(truth, bytes([POISON_BYTE]) * truth.element_size())
+    poisoned = poisoned_copy(truth)
     source, target = as_bytes(truth), as_bytes(poisoned)
     with torch.cuda.device(device):
         # Compiled, tuned and loaded before: the race is on kernels, not on compilers.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compile_ext.testing.messages import Raised
-from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim
+from compile_ext.testing.process.messages import Raised
+from compile_ext.testing.report import HOLDS, NOT_EXERCISED, Claim
 from compile_ext.testing.trial import Trial
 
 
@@ -33,4 +33,4 @@ def prove_prewait_reads(trial: Trial) -> list[Claim]:
         late.append(name)
     if not late:
         return [Claim(claim, NOT_EXERCISED, "no other argument is a tensor on CUDA")]
-    return [Claim(claim, PROVED, f"equal bits with {', '.join(late)} written late")]
+    return [Claim(claim, HOLDS, f"equal bits with {', '.join(late)} written late")]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_ext.ops.contract import Gemm
-from compile_ext.passes.padding.alignment import Widths, argument_widths, growth, padding_of
+from compile_ext.ops.errors import ClaimError
+from compile_ext.passes.padding.alignment import Widths
 from compile_ext.testing.compare import bits_differ, values_differ
-from compile_ext.testing.isolated import Outcome
-from compile_ext.testing.memory import POISON_BYTE, copied, fill
-from compile_ext.testing.messages import Raised
-from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim
-from compile_ext.testing.trial import ClaimError, Trial
-
-Grow = dict[str, int]  # "n", "k" -> new elements
+from compile_ext.testing.memory import copied, fill, poison_pattern
+from compile_ext.testing.process.isolated import Outcome
+from compile_ext.testing.process.messages import Raised
+from compile_ext.testing.report import HOLDS, NOT_EXERCISED, Claim
+from compile_ext.testing.trial import Trial, in_words
 
 
 def prove_align(trial: Trial) -> list[Claim]:
@@ -22,21 +20,9 @@ def prove_align(trial: Trial) -> list[Claim]:
     return [_prove(trial, each) for each in [*([d] for d in dims), *together]]
 
 
-def aligned_arguments(trial: Trial) -> tuple[dict[str, Tensor], str] | None:
-    """The inputs padded to the contract's multiples, and what that is in words; None where they
-    are aligned, or cannot be padded."""
-    found = _growth(trial) if trial.contract.align else "no alignment"
-    if isinstance(found, str) or not any(found[1].values()):
-        return None
-    widths = _widths(trial, found[0], found[1])
-    if isinstance(widths, str):
-        return None
-    return _padded(trial, widths), _in_words(found[0], found[1])
-
-
 def _prove(trial: Trial, dims: list[str]) -> Claim:
     claim = f"align[{', '.join(map(repr, dims))}]"
-    found = _growth(trial)
+    found = trial.growth()
     if isinstance(found, str):
         return Claim(claim, NOT_EXERCISED, found)
     sizes, lacking = found
@@ -45,21 +31,21 @@ def _prove(trial: Trial, dims: list[str]) -> Claim:
     if "n" in dims and any(trial.tensor(x) is not None for x in trial.written):
         why = "the op writes an argument: its result cannot be cut, and no pass pads N"
         return Claim(claim, NOT_EXERCISED, why)
-    widths = _widths(trial, sizes, grow)
+    widths = trial.widths(sizes, grow)
     if isinstance(widths, str):
         return Claim(claim, NOT_EXERCISED, f"no pass pads it: {widths}")
     names = ", ".join(widths)
-    label = f"{claim}: {_in_words(sizes, grow)}, {names} padded"
+    label = f"{claim}: {in_words(sizes, grow)}, {names} padded"
     fix = f"mend the pad values or the axes of {names} in align, or the op"
-    changes = _padded(trial, widths)
+    changes = trial.padded(widths)
     got = trial.run(label, changes)
     if isinstance(got, Raised):
         found_text = f"{label}: the op raises {got.text}"
         raise ClaimError(trial.where, found_text, "the result of the call as it was given", fix)
     n = sizes["n"] if "n" in dims else None
     _compare(trial, label, got, n, sizes["n"] + grow.get("n", 0), fix)
-    how = f"{_in_words(sizes, grow)}: same numbers within rounding"
-    return Claim(claim, PROVED, f"{how}{_read_pads(trial, label, changes, widths, got, n)}")
+    how = f"{in_words(sizes, grow)}: same numbers within rounding"
+    return Claim(claim, HOLDS, f"{how}{_read_pads(trial, label, changes, widths, got, n)}")
 
 
 def _all(trial: Trial, multiples: dict[str, int]) -> dict[str, int]:
@@ -78,7 +64,7 @@ def _compare(trial: Trial, label: str, got: Outcome, n: int | None, wide: int, f
     difference = values_differ(result[..., :n], want, trial.tolerance_of(want))
     if difference is not None:
         found, wanted = (
-            f"{label}: result {difference.found}",
+            f"{label}: {difference.of('result')}",
             f"{difference.wanted} within rounding",
         )
         raise ClaimError(trial.where, found, wanted, fix)
@@ -94,16 +80,14 @@ def _read_pads(
 ) -> str:
     """Which new rows of weights, scales and bias the first n columns depend on. Those of K are in
     every sum."""
-    if n is None or _gemm(trial).a in widths:
+    if n is None or trial.gemm.a in widths:
         return ""
     read: list[str] = []
     for name, axes in widths.items():
         poisoned: Tensor = copied(changes[name])
         for axis, (extra, _) in axes.items():
             size = poisoned.shape[axis]
-            fill(
-                poisoned.narrow(axis, size - extra, extra), bytes([POISON_BYTE]) * poisoned.itemsize
-            )
+            fill(poisoned.narrow(axis, size - extra, extra), poison_pattern(poisoned.dtype))
         got = trial.run(f"{label}: pads of {name!r} poisoned", {**changes, name: poisoned})
         if isinstance(got, Raised) and "CUDA error" in got.text:  # nothing runs after it
             found = f"{label}: with the pads of argument {name!r} poisoned the op raises {got.text}"
@@ -112,26 +96,6 @@ def _read_pads(
             got.results[..., :n], padded.results[..., :n]
         )
         read += [] if same else [name]
-    return f"; rests on the pad values of {', '.join(read)}" if read else "; the pads are not read"
-
-
-def _growth(trial: Trial) -> tuple[dict[str, int], Grow] | str:
-    return growth(trial, _gemm(trial))
-
-
-def _widths(trial: Trial, sizes: dict[str, int], grow: Grow) -> dict[str, Widths] | str:
-    return argument_widths(trial, _gemm(trial), sizes, grow)
-
-
-def _gemm(trial: Trial) -> Gemm:
-    assert trial.contract.gemm is not None  # the registry refuses align without it
-    return trial.contract.gemm
-
-
-def _padded(trial: Trial, widths: dict[str, Widths]) -> dict[str, Tensor]:
-    """As the pass pads a weight."""
-    return {x: padding_of(trial.arguments[x], w)(trial.arguments[x]) for x, w in widths.items()}
-
-
-def _in_words(sizes: dict[str, int], grow: Grow) -> str:
-    return ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)
+    if not read:
+        return "; the pads are not read"
+    return f"; the kept columns change if the pads of {', '.join(read)} hold something else"

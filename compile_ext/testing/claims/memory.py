@@ -10,12 +10,13 @@ from torch import Tensor
 
 from compile_ext.ops.contract import Memory
 from compile_ext.passes.derivation import Restride
-from compile_ext.testing.claims_clean import refuse_writes
-from compile_ext.testing.isolated import Outcome
+from compile_ext.testing.claims.clean import refuse_writes
 from compile_ext.testing.memory import guarded, tensors_in
-from compile_ext.testing.report import NOT_EXERCISED, PROVED, Claim
+from compile_ext.testing.process.isolated import Outcome
+from compile_ext.testing.report import HOLDS, NOT_EXERCISED, Claim
 from compile_ext.testing.trial import Trial
 
+_BOUNDS = "bounds (every op)"
 _FIX = "keep every read and write inside of the tensor; mask what a tile has beyond its end"
 
 
@@ -31,13 +32,13 @@ def prove_bounds(trial: Trial) -> list[Claim]:
             continue
         for i, x in enumerate(tensors_in(value)):
             what = repr(name) if x is value else f"{name!r}[{i}]"
-            label = f"bounds: poison around argument {what}"
+            label = f"{_BOUNDS}: poison around argument {what}"
             _run_guarded(trial, label, {name: _replaced(value, x, guarded(x))}, trial.baseline)
         names.append(name)
-    claims = [Claim("bounds", PROVED, f"equal bits with poison around {', '.join(names)}")]
+    claims = [Claim(_BOUNDS, HOLDS, f"equal bits with poison around {', '.join(names)}")]
     if left_out:
-        claims.append(Claim("bounds", NOT_EXERCISED, "; ".join(left_out)))
-    return claims if names else claims[1:] or [Claim("bounds", NOT_EXERCISED, "no tensors")]
+        claims.append(Claim(_BOUNDS, NOT_EXERCISED, "; ".join(left_out)))
+    return claims if names else claims[1:] or [Claim(_BOUNDS, NOT_EXERCISED, "no tensors")]
 
 
 def prove_memory(trial: Trial) -> list[Claim]:
@@ -59,11 +60,12 @@ def _prove(trial: Trial, name: str, memory: Memory) -> Claim:
     want = trial.require_same(label, plain, trial.baseline, fix, close=True)
     label = f"{label}, poison between its rows"
     _run_guarded(trial, label, {name: guarded(made)}, want)
-    return Claim(claim, PROVED, f"same numbers with {strides}, and nothing between them is read")
+    return Claim(claim, HOLDS, f"same numbers with {strides}, and nothing between them is read")
 
 
 def _run_guarded(trial: Trial, label: str, changes: dict[str, Any], want: Outcome) -> None:
-    got = trial.require_same(label, trial.run(label, changes), want, _FIX)
+    why = "the op reads what lies outside of the tensor"
+    got = trial.require_same(label, trial.run(label, changes), want, _FIX, why=why)
     refuse_writes(trial, label, {**trial.arguments, **changes}, got)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from compile_ext.testing.memory import POISON_BYTE
+from compile_ext.testing.memory import poison_pattern
 
 
 def poisons(dtype: torch.dtype) -> dict[str, bytes]:
-    """``{name: the bytes of one element}``: NaN, Inf, the largest, the smallest, zero, every byte
-    0xFF. A minimum with the argument (``min(amax, scale_ub)``) shows below zero alone, a test for
+    """``{name: the bytes of one element}``: NaN, Inf, the largest, the smallest, zero, poison.
+    A minimum with the argument (``min(amax, scale_ub)``) shows below zero alone, a test for
     zero at zero alone. A pattern that two names share is listed once.
     """
     found: dict[str, bytes] = {}
@@ -20,10 +20,11 @@ def poisons(dtype: torch.dtype) -> dict[str, bytes]:
 
 
 def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
-    bytes_ff = ("0xFF bytes", bytes([POISON_BYTE]) * dtype.itemsize)
+    poison = poison_pattern(dtype)
+    poisoned = (f"0x{poison[0]:02X} bytes", poison)
     zero = ("zero", bytes(dtype.itemsize))
     if dtype == torch.bool:
-        return [bytes_ff, ("True", b"\1"), ("False", b"\0")]
+        return [poisoned, ("True", b"\1"), ("False", b"\0")]
     if dtype.is_complex:
         part = dtype.to_real()
         return [(name, 2 * pattern) for name, pattern in _candidates(part)]
@@ -31,9 +32,9 @@ def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
         try:
             info = torch.iinfo(dtype)
         except TypeError:  # bits8 and the like
-            return [bytes_ff, zero]
+            return [poisoned, zero]
         return [
-            bytes_ff,
+            poisoned,
             ("the largest", _of(info.max, dtype)),
             ("the smallest", _of(info.min, dtype)),
             zero,
@@ -47,9 +48,9 @@ def _candidates(dtype: torch.dtype) -> list[tuple[str, bytes]]:
             "the smallest": limits.min,
         }
         # FP8 formats without Inf give NaN for it.
-        return [*((name, _of(x, dtype)) for name, x in values.items()), zero, bytes_ff]
+        return [*((name, _of(x, dtype)) for name, x in values.items()), zero, poisoned]
     except (NotImplementedError, TypeError, RuntimeError):  # float4: nothing converts to it
-        return [bytes_ff, ("0x77 bytes", b"\x77" * dtype.itemsize), zero]
+        return [poisoned, ("0x77 bytes", b"\x77" * dtype.itemsize), zero]
 
 
 def _of(value: float, dtype: torch.dtype) -> bytes:

@@ -22,9 +22,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-from compile_ext.testing.find_op import Source, find
 from compile_ext.testing.memory import copied, tensors_in
-from compile_ext.testing.messages import Done, Raised, Request, pack, unpack
+from compile_ext.testing.process.find_op import Source, find
+from compile_ext.testing.process.messages import Done, Raised, Request, pack, unpack
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -88,7 +88,7 @@ def _answer(request: Request, folder: str) -> Done | Raised:
             torch.manual_seed(0)  # an op may draw random numbers: the same in each run
             if request.kind == "fake":
                 return Done(_run_fake(op, arguments), {})
-            if request.kind == "late":
+            if request.late:
                 results, arguments, note = _run_late(op, arguments, request.late)
             else:
                 results, note = call(op, arguments), ""
@@ -109,7 +109,7 @@ def _run_late(
     op: OpOverload, arguments: dict[str, Any], late: str
 ) -> tuple[Any, dict[str, Any], str]:
     try:
-        from compile_ext.testing.racy_producer import run_behind_producer
+        from compile_ext.testing.process.racy_producer import run_behind_producer
     except ImportError as error:
         return call(op, arguments), arguments, f"needs Triton: {error}"
     return run_behind_producer(op, arguments, late)

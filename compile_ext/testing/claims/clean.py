@@ -6,20 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_ext.ops.errors import CompileExtError
-from compile_ext.testing.claims_align import aligned_arguments
+from compile_ext.ops.errors import ClaimError
 from compile_ext.testing.compare import bits_differ
-from compile_ext.testing.isolated import Outcome
 from compile_ext.testing.memory import as_bytes, covered, storage_id, tensors_in
-from compile_ext.testing.messages import Raised
-from compile_ext.testing.report import PROVED, Claim
-from compile_ext.testing.trial import ClaimError, Trial, passed_on
+from compile_ext.testing.process.isolated import Outcome
+from compile_ext.testing.process.messages import Raised
+from compile_ext.testing.report import HOLDS, Claim
+from compile_ext.testing.trial import Trial, passed_on
 
 
 def prove_clean(trial: Trial) -> list[Claim]:
     """Run it twice, which sets ``trial.clean``.
 
-    Where the op refuses inputs that are not aligned, the trial goes on with aligned ones.
+    Where the op raises for inputs that are not aligned, the trial goes on with aligned ones: a
+    kernel may refuse with any exception.
 
     Raises:
         ClaimError: the two runs differ, an argument changed, a result lies in an argument.
@@ -34,24 +34,23 @@ def prove_clean(trial: Trial) -> list[Claim]:
         name, found = difference
         raise ClaimError(
             trial.where,
-            f"two clean runs that differ: {name} {found.found} in the second",
-            f"{found.wanted} as in the first; an op that is not deterministic for these inputs"
-            " cannot be proved anything about",
-            "take inputs or a mode for which it is deterministic",
+            f"second clean run: {found.of(name)}: the op is not deterministic for these inputs",
+            f"{found.wanted} as in the first clean run",
+            "take inputs or a mode for which it is deterministic: else nothing can be proved",
         )
     trial.clean = first
     refuse_writes(trial, "clean run", trial.arguments, first)
     _refuse_shared_results(trial, first)
-    how = "two runs give equal bits, undeclared arguments stay, no result lies in an argument"
-    return [Claim("schema", PROVED, how)]
+    how = "deterministic, writes nothing undeclared, no undeclared alias"
+    return [Claim("clean runs", HOLDS, how)]
 
 
 def _first_run(trial: Trial) -> Outcome:
     first = trial.run("clean run")
     if isinstance(first, Outcome):
         return first
-    aligned = aligned_arguments(trial)
-    if aligned is None or not isinstance(first.error, (CompileExtError, RuntimeError)):
+    aligned = trial.aligned_arguments()
+    if aligned is None:
         raise passed_on(first)
     changes, what = aligned
     again = trial.run(f"clean run, {what}", changes)
@@ -79,17 +78,30 @@ def refuse_writes(trial: Trial, label: str, before: dict[str, object], after: Ou
             may = written.get(storage_id(x))
             found = bits_differ(y, x) if may is None else None
             if found is not None:
-                what = f"{label}: argument {name!r} was written, and {found.found}"
+                what = f"{label}: argument {name!r} was written: {found.of(repr(name))}"
                 raise ClaimError(trial.where, what, f"{found.wanted} as before the call", fix)
             both = min(as_bytes(x).numel(), as_bytes(y).numel())  # an op may resize its buffer
             changed = as_bytes(x)[:both] != as_bytes(y)[:both]
             changed = changed if may is None else changed & ~may[:both]
             if changed.any():
                 at = int(changed.nonzero()[0]) // x.element_size() - int(x.storage_offset())
-                what = f"{label}: memory outside of argument {name!r} was written, {at}"
+                what = f"{label}: memory outside of argument {name!r} was written, {_place(x, at)}"
                 fix = "write inside of the tensor only"
-                what = f"{what} elements from its start"
                 raise ClaimError(trial.where, what, "no such write", fix)
+
+
+def _place(x: Tensor, at: int) -> str:
+    """Where ``at`` lies, counted in elements from the first one of ``x``."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    if at < 0:
+        return f"{_elements(-at)} before its first one"
+    if at > last:
+        return f"{_elements(at - last)} behind its last one"
+    return f"between its elements, {_elements(at)} behind the first one"
+
+
+def _elements(count: int) -> str:
+    return "1 element" if count == 1 else f"{count} elements"
 
 
 def _refuse_shared_results(trial: Trial, clean: Outcome) -> None:

@@ -40,7 +40,7 @@ def find(
     ops: Iterable[str], libraries: Iterable[str], modules: Iterable[Source]
 ) -> tuple[str, str] | None:
     """Make the ops known to this process. Which one could not be, and what was tried; or None."""
-    from compile_ext.testing.child import overload
+    from compile_ext.testing.process.child import overload
 
     tried: list[str] = []
     missing = ""

@@ -1,0 +1,1 @@
+"""The proofs: one file a claim of the contract, each with ``prove_<claim>(trial)``."""

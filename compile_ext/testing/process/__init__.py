@@ -1,0 +1,1 @@
+"""The child process that runs the op, and what the parent and it say to each other."""
