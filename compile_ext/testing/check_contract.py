@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -119,7 +118,7 @@ def _nothing_to_run(contract: OpContract) -> list[Claim]:
 
 def _refuse_timeout(timeout: Any, where: str) -> None:
     is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout <= _LONGEST or math.isnan(timeout):
+    if not is_number or not 0 < timeout <= _LONGEST:
         raise ContractError(
             where,
             f"timeout={timeout!r}",

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def _hangs(*_: Any) -> None:
 def test_a_start_that_fails_leaves_nothing(tmp_path, monkeypatch, serve, found, fix):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(isolated, "serve", serve)
-    closed = count_open_files()
+    before = count_open_files()
     with pytest.raises(ContractError) as raised:
         Isolated("here", [], [], fork=True, seconds=0.2)
     assert raised.value.found == found
@@ -117,7 +118,15 @@ def test_a_start_that_fails_leaves_nothing(tmp_path, monkeypatch, serve, found, 
     assert fix in raised.value.fix
     assert list(tmp_path.iterdir()) == []
     assert multiprocessing.active_children() == []
-    assert count_open_files() == closed  # while the error still refers to all
+    assert count_open_files() == before  # while the error still refers to them
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(isolated, "serve", lambda *_: None)  # cannot be pickled for a new process
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        Isolated("here", [], [], fork=False, seconds=20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def count_open_files() -> int:

@@ -41,8 +41,8 @@ class Isolated:
     """The child, for one call of ``check_contract``; leave the ``with`` block to end it.
 
     Raises:
-        ContractError: the child died or ran out of time in a run, which is named; or it does not
-            know an op.
+        ContractError: the child died or ran out of time (``seconds``) in a run, which is named, or
+            at its start; or it does not know an op.
     """
 
     def __init__(
