@@ -10,8 +10,6 @@ from torch import Tensor
 
 from compile_ext.ops import OpContract
 from compile_ext.testing import check_contract
-from compile_ext.testing.claims.poison import poisons
-from compile_ext.testing.memory import guarded, poisoned_copy
 
 SCALED = "scaled(Tensor x, Tensor? scale, bool scale_it) -> Tensor"
 UNREAD = OpContract(unread={"scale": lambda scale_it, **_: not scale_it})
@@ -156,15 +154,6 @@ def test_an_unread_argument_of_any_dtype(define, assert_false, dtype):
     assert_false(op, (X, clean, False), r"argument 'scale' filled with .*: result\[0, 0\]", "^1 ")
     op = define(SCALED.replace("scaled", "scaled_2"), scaled, UNREAD, fake)
     assert "unread['scale']" in check_contract(op, (X, clean, False)).holds
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
-def test_the_poison_of_formats_whose_only_nan_is_0x80(dtype):
-    assert bool(poisoned_copy(torch.zeros(2).to(dtype)).float().isnan().all())
-    memory = torch.empty(0, dtype=dtype).set_(guarded(X.to(dtype)).untyped_storage())
-    assert int(memory.float().isnan().sum()) == memory.numel() - X.numel()
-    names = ["NaN", "the largest", "the smallest", "zero"]  # Inf and poison are NaN
-    assert list(poisons(dtype)) == names
 
 
 def test_an_argument_without_elements_or_in_written_memory_is_not_exercised(define):

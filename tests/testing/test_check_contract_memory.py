@@ -9,7 +9,8 @@ from torch import Tensor
 from compile_ext.ops import Gemm, OpContract
 from compile_ext.ops.contract import Memory
 from compile_ext.testing import check_contract
-from compile_ext.testing.memory import copied, elements, fill, guarded
+from compile_ext.testing.claims.poison import poisons
+from compile_ext.testing.memory import copied, elements, fill, guarded, poisoned_copy
 
 ADD = "add(Tensor x, Tensor y) -> Tensor"
 
@@ -144,3 +145,13 @@ def test_fill_and_guard_touch_the_elements_alone():
     assert int(everything.isnan().sum()) == everything.numel() - 4
     empty = guarded(torch.empty(0, 3))
     assert empty.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_the_poison_of_formats_whose_only_nan_is_0x80(dtype):
+    x = torch.ones(6).to(dtype)
+    assert bool(poisoned_copy(x).float().isnan().all())
+    memory = torch.empty(0, dtype=dtype).set_(guarded(x).untyped_storage())
+    assert int(memory.float().isnan().sum()) == memory.numel() - x.numel()
+    names = ["NaN", "the largest", "the smallest", "zero"]  # Inf and poison are NaN
+    assert list(poisons(dtype)) == names
