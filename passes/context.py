@@ -251,11 +251,11 @@ class PassContext:
 
     def rewrite(self, call: OpCall, changes: dict[str, Any], op: OpOverload | None = None) -> None:
         """Give a call other arguments, or another op of the same schema; what only it has read
-        goes.
+        goes. Where the result gets another form, ``update_fake`` is the caller's to call: it takes
+        1 ms.
         """
         before = call.node.all_input_nodes
         call.rewrite(changes, op)
-        self.update_fake(call.node)
         self.erase_dead(before)
 
     def update_fake(self, node: Node) -> None:

@@ -76,6 +76,7 @@ def _fold_alignment(call: OpCall, gemm: Gemm, ctx: PassContext, math: LazyParame
         call = read_call(node) or call  # the scale that comes with it may be a new node
     changes |= {x: p.insert(node) for x, p in padded.items()}
     ctx.rewrite(call, changes)
+    ctx.update_fake(node)
     ctx.erase_dead(unread)
     what = ", ".join(f"{d.upper()} {sizes[d]} -> {sizes[d] + g}" for d, g in grow.items() if g)
     ctx.fired(node, f"{what}: {', '.join(sorted(changes))} padded")

@@ -26,9 +26,9 @@ class Restride:
 
     def __call__(self, x: Tensor) -> Tensor:
         x, strides = x.detach(), self._strides(x)
-        # A fake has no address; the graph is compiled for the strides alone.
-        fits = strides == x.stride() and not isinstance(x, FakeTensor)
-        if fits and x.data_ptr() % self.address == 0:
+        if isinstance(x, FakeTensor):  # has no address; the graph is compiled for the strides alone
+            return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+        if strides == x.stride() and x.data_ptr() % self.address == 0:
             return x
         size = max((n * s for n, s in zip(x.shape, strides, strict=True)), default=1)
         memory = torch.zeros(size, dtype=x.dtype, device=x.device)
