@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from compile_ext.passes import PASS_NAMES
 @pytest.mark.slow
 def test_demo_agrees_with_eager_and_every_pass_fires(tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("compile-ext")
+    cold = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [program, "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=600
+        [program, "demo"], cwd=tmp_path, env=cold, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "compile_ext agrees with eager" in done.stdout
@@ -31,7 +33,7 @@ def test_demo_agrees_with_eager_and_every_pass_fires(tmp_path: Path) -> None:
         assert int(fired[1]) > 0, name
     share = re.search(r"of compilation, ([\d.]+)%", done.stdout)
     assert share is not None
-    assert float(share[1]) < 5
+    assert float(share[1]) < 5  # with cold caches; warm ones leave little but Dynamo: 6 %
 
 
 def test_decoder_gives_each_token_its_own_logits_whatever_the_step() -> None:
