@@ -84,8 +84,11 @@ reset_time_us = 0
 
 
 def note_reset() -> None:
+    """Dynamo has dropped every graph: the records, which garbage may keep for long, go at once."""
     global reset_time_us
     reset_time_us = time.time_ns() // 1000
+    _HIDDEN.clear()
+    _LIVE.clear()
 
 
 def keep(record: GraphRecord, owner: Any) -> None:
