@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType
 from torch.library import Library, register_fake
 
@@ -195,3 +195,21 @@ def op_calls() -> list[str]:
     """The calls of the ops that count themselves, in order."""
     calls.clear()
     return calls
+
+
+class _Filled(nn.Module):
+    """``call(x, w, fill(x))`` with a weight w [8, 8]."""
+
+    def __init__(self, call: Callable[..., Any], fill: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call, self.fill = call, fill
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(x, self.w, self.fill(x))
+
+
+@pytest.fixture
+def filled() -> type[nn.Module]:
+    """``filled(call, fill)``: a model that calls ``call(x, w, fill(x))`` with its weight [8, 8]."""
+    return _Filled

@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor
 
 PASS = "strip_placeholder_fills"
 NONE = "scale is not read: None"
 ops = torch.ops.compile_ext_tests
 fills = torch.ops.compile_ext_fills
-
-
-class Filled(nn.Module):
-    def __init__(self, call: Any, fill: Any) -> None:
-        super().__init__()
-        self.call, self.fill = call, fill
-        self.w = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(x, self.w, self.fill(x))
 
 
 READERS = {
@@ -35,22 +25,22 @@ READERS = {
 
 
 @pytest.mark.parametrize(("reader", "reason"), READERS.values(), ids=READERS)
-def test_other_readers_keep_the_fill(rewrite: Any, reader: Any, reason: str) -> None:
+def test_other_readers_keep_the_fill(rewrite: Any, filled: Any, reader: Any, reason: str) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor) -> Any:
         return ops.gemm(x, w, s, None, False), reader(s)
 
-    got = rewrite(Filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
+    got = rewrite(filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
     assert got.of(PASS) == [(True, NONE), (False, f"what fills scale stays: {reason}")]
     assert ".new_ones(arg1, 1)" in got.graph
     assert "gemm(arg1, arg0, None" in got.graph
 
 
-def test_only_some_readers_ignore_it(rewrite: Any) -> None:
+def test_only_some_readers_ignore_it(rewrite: Any, filled: Any) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor) -> Any:
         both = [ops.gemm(x, w, s, None, quantized) for quantized in (False, True)]
         return *both, ops.gemm_nn(x, w, s)
 
-    got = rewrite(Filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
+    got = rewrite(filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
     assert_expected_inline(
         got.graph,
         """\
@@ -65,24 +55,24 @@ return [%0, %1, %2]""",
     )
 
 
-def test_writes_before_it_go_when_nobody_else_reads(rewrite: Any) -> None:
+def test_writes_before_it_go_when_nobody_else_reads(rewrite: Any, filled: Any) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
         s.zero_()
         s[:] = 3.0
         return ops.gemm(x, w, s, None, False)
 
-    got = rewrite(Filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
+    got = rewrite(filled(call, lambda x: x.new_ones(1)), torch.randn(5, 8))
     assert got.of(PASS) == [(True, NONE)]
     assert [n.op for n in got.modules[-1].graph.nodes][-2:] == ["call_function", "output"]
 
 
-def test_one_tensor_given_twice(rewrite: Any) -> None:
+def test_one_tensor_given_twice(rewrite: Any, filled: Any) -> None:
     """Unread as the scale, read as the bias."""
 
     def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
         return ops.gemm(x, w, s, s, False)
 
-    got = rewrite(Filled(call, lambda x: x.new_ones(8)), torch.randn(5, 8))
+    got = rewrite(filled(call, lambda x: x.new_ones(8)), torch.randn(5, 8))
     assert got.of(PASS)[0] == (True, NONE)
     assert_expected_inline(
         got.graph,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor
 
 import compile_ext
 from compile_ext.passes import PassContext, run_passes
@@ -55,23 +55,9 @@ CALLS = {
 }
 
 
-class Filled(nn.Module):
-    def __init__(self, call: Any, fill: Any) -> None:
-        super().__init__()
-        self.call, self.fill = call, fill
-        self.w = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(x, self.w, self.fill(x))
-
-
-def optional(fill: str = "new_ones") -> Filled:
-    return Filled(CALLS["packet"], FILLS[fill])
-
-
-def plain(fill: str = "new_ones") -> Filled:
+def plain(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
     """The schema says Tensor, so that None is no value for it."""
-    return Filled(lambda x, w, s: ops.gemm_nn(x, w, s), FILLS[fill])
+    return ops.gemm_nn(x, w, s)
 
 
 def dynamic(*shape: int, at: tuple[int, ...] = (0,)) -> Tensor:
@@ -84,8 +70,8 @@ def dynamic(*shape: int, at: tuple[int, ...] = (0,)) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "fill"), [*(("packet", f) for f in FILLS), *((c, "new_ones") for c in CALLS)]
 )
-def test_optional_becomes_none(rewrite: Any, call: str, fill: str) -> None:
-    got = rewrite(Filled(CALLS[call], FILLS[fill]), torch.randn(5, 8))
+def test_optional_becomes_none(rewrite: Any, filled: Any, call: str, fill: str) -> None:
+    got = rewrite(filled(CALLS[call], FILLS[fill]), torch.randn(5, 8))
     assert got.of(PASS) == [(True, NONE)]
     assert_expected_inline(
         got.graph,
@@ -98,8 +84,8 @@ return [%0]""",
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_plain_tensor_becomes_a_shared_buffer(rewrite: Any, fill: str) -> None:
-    got = rewrite(plain(fill), torch.randn(5, 8))
+def test_plain_tensor_becomes_a_shared_buffer(rewrite: Any, filled: Any, fill: str) -> None:
+    got = rewrite(filled(plain, FILLS[fill]), torch.randn(5, 8))
     assert got.of(PASS) == [(True, SHARED)]
     *_, derived, gemm, output = got.modules[-1].graph.nodes
     assert derived.op == "placeholder"
@@ -107,8 +93,8 @@ def test_plain_tensor_becomes_a_shared_buffer(rewrite: Any, fill: str) -> None:
     assert output.args[0] == (gemm,)
 
 
-def test_shared_buffer_graph(rewrite: Any) -> None:
-    got = rewrite(plain(), torch.randn(5, 8))
+def test_shared_buffer_graph(rewrite: Any, filled: Any) -> None:
+    got = rewrite(filled(plain, FILLS["new_ones"]), torch.randn(5, 8))
     assert_expected_inline(
         got.graph,
         """\
@@ -147,8 +133,8 @@ return [%0, %1, %2, %3, %4, %5]""",
     )
 
 
-def test_sizes_that_depend_on_the_call_become_empty(rewrite: Any) -> None:
-    got = rewrite(plain("ones_like"), dynamic(5, 8))
+def test_sizes_that_depend_on_the_call_become_empty(rewrite: Any, filled: Any) -> None:
+    got = rewrite(filled(plain, FILLS["ones_like"]), dynamic(5, 8))
     assert got.of(PASS) == [(True, EMPTY)]
     assert_expected_inline(
         got.graph,
@@ -162,9 +148,9 @@ return [%1]""",
 
 
 @pytest.mark.parametrize("m", [1, 2, 7])
-def test_static_fill_beside_dynamic_m(rewrite: Any, m: int) -> None:
+def test_static_fill_beside_dynamic_m(rewrite: Any, filled: Any, m: int) -> None:
     """What is no size of x is static under dynamic=True as well."""
-    got = rewrite(plain(), torch.randn(m, 8), dynamic=True)
+    got = rewrite(filled(plain, FILLS["new_ones"]), torch.randn(m, 8), dynamic=True)
     assert got.of(PASS) == [(True, SHARED)]
 
 
@@ -178,41 +164,42 @@ def test_several_symbolic_dimensions(
     assert got.of(PASS) == [(True, EMPTY)]
 
 
-def test_symbolic_and_optional_becomes_none(rewrite: Any) -> None:
-    assert rewrite(optional("ones_like"), dynamic(5, 8)).of(PASS) == [(True, NONE)]
+def test_symbolic_and_optional_becomes_none(rewrite: Any, filled: Any) -> None:
+    got = rewrite(filled(CALLS["packet"], FILLS["ones_like"]), dynamic(5, 8))
+    assert got.of(PASS) == [(True, NONE)]
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_idempotent(rewrite: Any, read: bool) -> None:
+def test_idempotent(rewrite: Any, filled: Any, read: bool) -> None:
     got = rewrite(
-        Filled(lambda x, w, s: ops.gemm(x, w, s, None, read), FILLS["new_ones"]), torch.randn(5, 8)
+        filled(lambda x, w, s: ops.gemm(x, w, s, None, read), FILLS["new_ones"]), torch.randn(5, 8)
     )
     before = got.graph
     run_passes(PassContext(got.modules[-1], [torch.randn(1)] * 3))
     assert got.graph == before
 
 
-def test_not_when_read(rewrite: Any) -> None:
+def test_not_when_read(rewrite: Any, filled: Any) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
         return ops.gemm(x, w, s, None, True)
 
-    got = rewrite(Filled(call, FILLS["new_ones"]), torch.randn(5, 8))
+    got = rewrite(filled(call, FILLS["new_ones"]), torch.randn(5, 8))
     assert got.of(PASS) == [
         (False, "scale is read"),
         (True, "full(1), which it is given, is a constant"),
     ]
 
 
-def test_switched_off(rewrite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off(rewrite: Any, filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILE_EXT_DISABLE", PASS)
-    got = rewrite(optional(), torch.randn(5, 8))
+    got = rewrite(filled(CALLS["packet"], FILLS["new_ones"]), torch.randn(5, 8))
     assert got.of(PASS) == []
     assert "ones" in got.graph
 
 
-def test_explain() -> None:
+def test_explain(filled: Any) -> None:
     torch._dynamo.reset()
-    model = plain()
+    model = filled(plain, FILLS["new_ones"])
     compiled = torch.compile(model, backend="compile_ext", options={"compile_ext.inner": "eager"})
     with torch.no_grad():
         compiled(torch.randn(5, 8))
