@@ -137,11 +137,12 @@ def test_steady_state_computes_nothing() -> None:
         m.compile(backend="compile_ext", options=EAGER)
     x = tokens(5)
     table = constants(PADDING, [Block().proj.weight])
+    before = table.refreshes  # of all models of this process
     with torch.no_grad():
         for m in models:
             m(x)
         after_first = table.refreshes
-        assert after_first == 4
+        assert after_first - before == 4
         for _ in range(5):
             for m in models:
                 m(x)
