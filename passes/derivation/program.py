@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Interpreter, Node
+from torch.nn import Module
 
 from compile_ext.passes.readers import fill_value, is_empty, is_fill, op_name
 from compile_ext.passes.values import storage, tensor
@@ -26,10 +27,12 @@ class Program:
     text: str
     summary: str = field(compare=False)
     is_view: bool = field(compare=False)
-    module: GraphModule = field(compare=False, repr=False)
+    graph: Graph = field(compare=False, repr=False)
 
     def __call__(self, *sources: Tensor) -> Tensor:
-        result: Tensor = self.module(*[x.detach() for x in sources])
+        # Interpreted: to generate code takes 3 ms a program, and each runs only when weights change.
+        interpreter = Interpreter(Module(), graph=self.graph)
+        result: Tensor = interpreter.run(*[x.detach() for x in sources])
         # No-ops at run time (a cast to the same dtype) hand their input on: a refresh writes here.
         if any(_same_storage(result, x) for x in sources):
             return result.clone()
@@ -82,7 +85,7 @@ def _program(graph: Graph, is_view: bool) -> Program:
             )
             lines.append(f"{_identity(node)}({_text((node.args, node.kwargs), names)})")
     lines.append(_text(graph.output_node().args, names))
-    return Program("; ".join(lines), ", ".join(ops), is_view, GraphModule({}, graph))
+    return Program("; ".join(lines), ", ".join(ops), is_view, graph)
 
 
 def _is_filling(node: Node) -> bool:
