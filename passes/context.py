@@ -291,13 +291,10 @@ class PassContext:
         """Erase those of these nodes that nobody reads, and then what only they have read."""
         erase_dead(nodes, self.scopes)
 
-    def derive(self, sources: Sources, how: Derivation) -> Node:
-        """A placeholder for ``how(*sources)``; ``why_not_derivable`` of each must be None."""
-        return self.derived.derive(sources, how)
-
-    def constant(self, graph: Graph, how: Derivation) -> Node:
-        """A placeholder for ``how()``; ``why_no_input`` of the graph must be None."""
-        return self.derived.constant(graph, how)
+    def derive(self, graph: Graph, sources: Sources, how: Derivation) -> Node:
+        """A placeholder of this graph for ``how(*sources)``. ``why_not_derivable`` of each source,
+        and where there is none ``why_no_input`` of the graph, must be None."""
+        return self.derived.derive(graph, sources, how)
 
 
 def module_hint(node: Node) -> str:

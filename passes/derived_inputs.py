@@ -59,18 +59,14 @@ class DerivedInputs:
         """The placeholders that a derived one comes from; any other node comes from itself."""
         return self._origins[node].sources if node in self._origins else (node,)
 
-    def derive(self, sources: Sources, how: Derivation) -> Node:
-        """The placeholder for ``how(*sources)``. A constant of a constant hangs on the parameters
-        as well."""
+    def derive(self, graph: Graph, sources: Sources, how: Derivation) -> Node:
+        """The placeholder of this graph for ``how(*sources)``. A constant of a constant hangs on
+        the parameters as well."""
         if len(sources) == 1 and sources[0] in self._origins:
             assert isinstance(how, Step)
             first = self._origins[sources[0]]
             how, sources = derivation.after(first.how, how), first.sources
-        return self._derive(_Origin(sources[0].graph, sources, how))
-
-    def constant(self, graph: Graph, how: Derivation) -> Node:
-        """The placeholder of this graph for ``how()``."""
-        return self._derive(_Origin(graph, (), how))
+        return self._derive(_Origin(graph, sources, how))
 
     def _derive(self, origin: _Origin) -> Node:
         if origin not in self._made:

@@ -16,9 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_writes
 from compile_ext.passes.derivation import Derivation
-from compile_ext.passes.parameter_math import ParameterMath, Result
+from compile_ext.passes.parameter_math import ParameterMath, Result, put_constants
 from compile_ext.passes.values import tensor
 
 
@@ -27,7 +26,6 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
     folded: list[tuple[Result, Derivation]] = []
     for result in sorted(math.results(), key=lambda r: r.nbytes):
         ctx.entry(result.node, result.sources[0])
-        # Before the graph changes: one result may need the nodes of another.
         how = result.derivation()
         reason = _why_not(result, math, ctx) or ctx.charge((tuple(result.sources), how))
         if reason:
@@ -35,11 +33,7 @@ def fold_parameter_math(graph: Graph, ctx: PassContext) -> None:
         else:
             ctx.fired(result.node, f"{how} of {_what(result)} is a derived constant")
             folded.append((result, how))
-    for result, how in folded:
-        new = ctx.derive(tuple(result.sources), how)
-        erase_writes(result.writes)
-        ctx.replace(result.node, new)
-    ctx.erase_dead(x for result, _ in folded for x in result.nodes)
+    put_constants(folded, ctx)
 
 
 def _why_not(result: Result, math: ParameterMath, ctx: PassContext) -> str | None:

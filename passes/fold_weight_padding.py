@@ -114,7 +114,7 @@ class _Padded:
 
     def insert(self, before: Node) -> Node:
         if self.constant is not None:
-            made = self._ctx.derive(*self.constant)
+            made = self._ctx.derive(before.graph, *self.constant)
         else:
             pad, value = [*self._padding.pad], self._padding.value
             made = self._ctx.insert(before, F.pad, self._source, pad, value=value)

@@ -1,4 +1,4 @@
-"""Which nodes of a graph compute from parameters alone, and what a result of theirs needs.
+"""Which nodes of a graph compute from parameters or from nothing, and what a result needs.
 
 The unit is a storage: a tensor that parameter nodes allocate, the writes into it (``buf[:n] = w``)
 and its views together. Its *program* is the list of nodes that fill it, in graph order.
@@ -6,6 +6,7 @@ and its views together. Its *program* is the list of nodes that fill it, in grap
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.dead_code import erase_writes
 from compile_ext.passes.derivation import Derivation, Step, after, derivation_of
 from compile_ext.passes.effects import is_plain_write, written_arguments
 from compile_ext.passes.purity import aten_ops, cannot_fail, is_pure
@@ -69,10 +71,10 @@ class Result:
 
 
 class ParameterMath:
-    """The parameter nodes of one graph; without ``parameters``, those that compute from none."""
+    """The parameter nodes of one graph: what computes from parameters, or from nothing, alone."""
 
-    def __init__(self, graph: Graph, ctx: PassContext, parameters: bool = True) -> None:
-        self._ctx, self._parameters = ctx, parameters
+    def __init__(self, graph: Graph, ctx: PassContext) -> None:
+        self._ctx = ctx
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._nodes: set[Node] = set()
         self._of_storage: dict[int, list[Node]] = {}
@@ -89,8 +91,7 @@ class ParameterMath:
     def _belongs(self, node: Node) -> bool:
         if node.op == "placeholder":
             # Behind a higher-order op that is not known here, nobody can tell: the reason says so.
-            is_known = self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
-            return self._parameters and is_known
+            return self._ctx.is_parameter(node) or not self._ctx.root_inputs(node)
         if not all(x in self._nodes for x in _inputs(node)):
             return False
         written = written_arguments(node)
@@ -225,6 +226,17 @@ def _is_value(value: Any) -> bool:
         isinstance(x, Tensor) and x.layout == torch.strided and all(map(is_static, x.shape))
         for x in leaves
     )
+
+
+def put_constants(folded: Iterable[tuple[Result, Derivation]], ctx: PassContext) -> None:
+    """Put a constant, what its derivation gives, in the place of each result. The derivations are
+    of the graph as it was before the first: one result may need the nodes of another."""
+    folded = list(folded)
+    for result, how in folded:
+        new = ctx.derive(result.node.graph, tuple(result.sources), how)
+        erase_writes(result.writes)
+        ctx.replace(result.node, new)
+    ctx.erase_dead(x for result, _ in folded for x in result.nodes)
 
 
 class LazyParameterMath:

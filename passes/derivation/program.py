@@ -30,7 +30,7 @@ class Program:
     graph: Graph = field(compare=False, repr=False)
 
     def __call__(self, *sources: Tensor) -> Tensor:
-        # Interpreted: to generate code takes 3 ms a program, and each runs only when weights change.
+        # Interpreted: code would take 3 ms a program to generate, and runs when weights change.
         interpreter = Interpreter(Module(), graph=self.graph)
         result: Tensor = interpreter.run(*[x.detach() for x in sources])
         # No-ops at run time (a cast to the same dtype) hand their input on: a refresh writes here.

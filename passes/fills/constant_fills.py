@@ -14,11 +14,10 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.dead_code import erase_writes
 from compile_ext.passes.derivation import Derivation
 from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.op_calls import FUNCTIONALIZED, overload
-from compile_ext.passes.parameter_math import ParameterMath, Result
+from compile_ext.passes.parameter_math import ParameterMath, Result, put_constants
 from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.readers import is_constant
 from compile_ext.passes.values import requires_grad, storage
@@ -41,7 +40,7 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
     in memory, by constants."""
     if not any(map(is_constant, graph.nodes)):
         return
-    math = ParameterMath(graph, ctx, parameters=False)
+    math = ParameterMath(graph, ctx)
     folded: list[tuple[Result, Derivation]] = []
     for result in math.constants():
         if not any(map(is_constant, result.nodes)):
@@ -50,7 +49,6 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
         reader = next((x for x in readers if _needs_memory(x, result, ctx)), None)
         if reader is None:
             continue
-        # Before the graph changes: one result may need the nodes of another.
         how = result.derivation()
         reason = _why_not(result, readers, math, ctx) or ctx.charge(((), how))
         if reason:
@@ -58,10 +56,7 @@ def fold_constants(graph: Graph, ctx: PassContext) -> None:
         else:
             ctx.fired(reader, f"{how}, which it is given, is a constant")
             folded.append((result, how))
-    for result, how in folded:
-        erase_writes(result.writes)
-        ctx.replace(result.node, ctx.constant(graph, how))
-    ctx.erase_dead(x for result, _ in folded for x in result.nodes)
+    put_constants(folded, ctx)
 
 
 def _why_not(

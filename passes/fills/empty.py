@@ -54,7 +54,7 @@ def insert_empty(value: Node, before: Node, ctx: PassContext) -> Node:
         return ctx.insert(before, "fill_", empty, _poison_of(made.dtype))
     # Not a number: Inductor would write it as an FP8 constant, which Triton has not got.
     one = Uninitialised((), (), made.dtype, made.device, poison=True)
-    return ctx.insert(before, "copy_", empty, ctx.constant(before.graph, one))
+    return ctx.insert(before, "copy_", empty, ctx.derive(before.graph, (), one))
 
 
 def holds_nothing(node: Node) -> bool:

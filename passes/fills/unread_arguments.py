@@ -74,7 +74,7 @@ def _replacement(
     what = "poison" if ctx.poison else "uninitialised"
     form = empty.like(value, ctx)
     if form is not None and not (ctx.why_no_input(value.graph) or ctx.charge(((), form))):
-        return (lambda: ctx.constant(value.graph, form)), f"a shared buffer, {what}"
+        return (lambda: ctx.derive(value.graph, (), form)), f"a shared buffer, {what}"
     if is_empty(value) and not ctx.poison:
         return f"{name} is uninitialised already"
     reason = empty.why_no_empty(value, call.node)

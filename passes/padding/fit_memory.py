@@ -50,7 +50,7 @@ def _fit(
     if reason:
         ctx.skipped(call.node, f"{name}: {what}, and {reason}")
         return
-    ctx.rewrite(call, {name: ctx.derive(sources, how)})
+    ctx.rewrite(call, {name: ctx.derive(call.node.graph, sources, how)})
     ctx.fired(call.node, f"{name}: {what}: {want}")
 
 

@@ -185,7 +185,7 @@ class _Region:
         """A node at the padded extents by itself."""
         how = Padding((0, extra), value)
         if self._ctx.why_not_derivable(x) is None and self._ctx.charge(((x,), how)) is None:
-            return self._ctx.derive((x,), how)  # the weight of a norm
+            return self._ctx.derive(x.graph, (x,), how)  # the weight of a norm
         return _pad(x, extra, value, self._ctx)
 
     def copy(self, node: Node, new: dict[Node, Node], extra: int) -> Node:
