@@ -30,6 +30,8 @@ class Gemm:
             ``nn``.
         layout: ``nt`` or ``nn``.
         scale_a, scale_b, bias: the arguments of that role, or None where the op has none.
+        m_axis: the axis of ``a`` that holds M; None: all leading dimensions together. The others
+            are batches, each with its own matrices.
     """
 
     a: str
@@ -38,6 +40,7 @@ class Gemm:
     scale_a: str | None = None
     scale_b: str | None = None
     bias: str | None = None
+    m_axis: int | None = None
 
     def arguments(self) -> tuple[str, ...]:
         return tuple(x for x in (self.a, self.b, self.scale_a, self.scale_b, self.bias) if x)
@@ -170,3 +173,18 @@ def m_of(a: torch.Tensor) -> int | torch.SymInt:
     for size in a.shape[:-1]:
         m = m * size
     return m
+
+
+def m_of_gemm(op: OpOverload, gemm: Gemm, a: torch.Tensor) -> int | torch.SymInt:
+    """M of the activation of a call of ``op``, as its contract's ``m_axis`` says.
+
+    Raises:
+        ContractError: ``a`` has no such axis in front of k.
+    """
+    if gemm.m_axis is None:
+        return m_of(a)
+    if gemm.m_axis + 1 >= a.dim():
+        where = f"m_axis {gemm.m_axis} of the contract of {op}"
+        found = f"{gemm.a} of shape {list(a.shape)}"
+        raise ContractError(where, found, "an axis in front of k", "mend m_axis")
+    return a.shape[gemm.m_axis]

@@ -182,6 +182,11 @@ def _gemm_faults(gemm: Gemm, contract: OpContract) -> Iterator[Fault]:
         if names.count(name) > 1:
             fix = "give each role its own argument"
             yield f"gemm names {name!r} {names.count(name)} times", "one role an argument", fix
+    axis = gemm.m_axis
+    is_axis = isinstance(axis, int) and not isinstance(axis, bool) and axis >= 0
+    if axis is not None and not is_axis:
+        fix = f"count the axes of {gemm.a!r} from 0, or leave it out"
+        yield f"gemm with m_axis {axis!r}", "an integer of at least 0, or None", fix
     if gemm.a in contract.prewait_reads:
         yield (
             f"prewait_reads with {gemm.a!r}, the activation",

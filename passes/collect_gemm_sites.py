@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from compile_ext.ops.contract import Gemm, m_of
+from compile_ext.ops.contract import Gemm, m_of_gemm
 from compile_ext.ops.define import definition_of
 from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
@@ -46,7 +46,7 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
     n, k = b.shape[-2:] if gemm.layout == "nt" else b.shape[-2:][::-1]
     return Site(
         op=call.op._schema.name,
-        m=bounds(m_of(a)),
+        m=bounds(m_of_gemm(call.op, gemm, a)),
         n=_size(n),
         k=_size(k),
         a_dtype=dtype_name(a),

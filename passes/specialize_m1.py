@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from compile_ext.ops.contract import m_of
+from compile_ext.ops.contract import m_of_gemm
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.op_calls import OpCall, read_call
 from compile_ext.passes.values import bounds, range_text, tensor
@@ -36,11 +36,12 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
 
 
 def _why_not(call: OpCall, ctx: PassContext) -> str | None:
-    assert call.contract.gemm is not None
-    a = tensor(call.arguments[call.contract.gemm.a])
+    gemm = call.contract.gemm
+    assert gemm is not None
+    a = tensor(call.arguments[gemm.a])
     if a is None:
         return "its activation is not a tensor"
-    low, high = bounds(m_of(a))
+    low, high = bounds(m_of_gemm(call.op, gemm, a))
     if (low, high) != (1, 1):
         return f"M = {low}" if low == high else f"M is {range_text(low, high)}"
     for name in call.contract.prewait_reads:

@@ -61,6 +61,15 @@ REFUSED: dict[str, tuple[OpContract, str, str, str]] = {  # contract, found, wan
     "gemm_twice": (
         OpContract(gemm=Gemm(a="x", b="x")),
         "gemm names 'x' 2 times", "one role an argument", "its own argument"),
+    "gemm_m_axis_from_the_end": (
+        OpContract(gemm=Gemm(a="x", b="w", m_axis=-2)),
+        "gemm with m_axis -2", "at least 0, or None", "count the axes of 'x' from 0"),
+    "gemm_m_axis_bool": (
+        OpContract(gemm=Gemm(a="x", b="w", m_axis=True)),
+        "gemm with m_axis True", "an integer of at least 0", "or leave it out"),
+    "gemm_m_axis_float": (
+        OpContract(gemm=Gemm(a="x", b="w", m_axis=1.0)),  # type: ignore[arg-type]
+        "gemm with m_axis 1.0", "an integer of at least 0", "or leave it out"),
     "gemm_tuple": (
         OpContract(gemm=("x", "w")),  # type: ignore[arg-type]
         "gemm = ('x', 'w')", "a Gemm", "Gemm(a=..., b=...)"),
@@ -206,7 +215,7 @@ def test_refuses_an_m1_variant_that_is_a_packet_or_without_gemm(ops):
 
 def test_accepts_a_contract_with_every_field(ops):
     declared = OpContract(
-        gemm=Gemm(a="x", b="w", layout="nn", scale_b="scale", bias="bias"),
+        gemm=Gemm(a="x", b="w", layout="nn", scale_b="scale", bias="bias", m_axis=0),
         align={
             "n": Align(16, pad={"w": 0, "scale": Pad(1.0, axis=0, block=128), "bias": 0}),
             "k": Align(1, pad={"x": 0, "w": 0.0}),

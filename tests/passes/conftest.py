@@ -49,6 +49,14 @@ def _gemm_nn_fake(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Te
     return x.new_empty(x.shape[0], w.shape[1])
 
 
+def _bmm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("mhk,hnk->mhn", x, w).contiguous()
+
+
+def _bmm_fake(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], w.shape[1])
+
+
 def _copy_out(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(x)
 
@@ -74,6 +82,8 @@ GEMM_MEMORY = _define(
     F.linear,
     lambda x, w, bias: x.new_empty(x.shape[0], w.shape[0]),
 )
+BMM = _define("bmm(Tensor x, Tensor w) -> Tensor", _bmm, _bmm_fake)
+BMM_M1 = _define("bmm_m1(Tensor x, Tensor w) -> Tensor", _bmm, _bmm_fake)
 COPY_OUT = _define(
     "copy_out(Tensor x, Tensor(a!) out) -> ()",
     _copy_out,
@@ -118,6 +128,15 @@ compile_ext.register_contract(
         gemm=compile_ext.Gemm(a="x", b="w", bias="bias"),
         align={"n": compile_ext.Align(4, pad={"w": 0, "bias": 0})},
         memory={"w": Memory(address=16, stride=8), "bias": Memory(address=16)},
+    ),
+)
+compile_ext.register_contract(
+    BMM,  # x [m, h, k], w [h, n, k]
+    compile_ext.OpContract(
+        gemm=compile_ext.Gemm(a="x", b="w", m_axis=0),
+        align={"n": compile_ext.Align(8, pad={"w": 0})},
+        memory={"w": Memory(stride=8)},
+        m1_variant=BMM_M1,
     ),
 )
 compile_ext.register_contract(COPY_OUT, compile_ext.OpContract(overwritten=("out",)))

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 import compile_ext
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
+from compile_ext.ops import registry
 from compile_ext.passes import Site
 
 ops = torch.ops.compile_ext_tests
@@ -136,6 +138,32 @@ def test_weights_reached_through_views() -> None:
             return torch.stack(outs).sum(0)
 
     assert set(sites_of(Experts(), torch.randn(5, 8))) == {"experts"}
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(3, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.bmm(x, self.heads)
+
+
+def test_m_of_one_axis() -> None:
+    x = torch.randn(5, 3, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    site = sites_of(Heads(), x)["heads"]
+    assert (site.m, site.n, site.k) == ((2, 64), 16, 8)
+
+
+def test_an_m_axis_that_the_activation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    contracts = dict(registry._CONTRACTS)
+    monkeypatch.setattr(registry, "_CONTRACTS", contracts)
+    gemm = compile_ext.Gemm(a="x", b="w", m_axis=2)
+    contracts[ops.bmm.default] = compile_ext.OpContract(gemm=gemm)
+    said = r"ContractError: m_axis 2 of the contract of compile_ext_tests.bmm.default: found x of"
+    with pytest.raises(TorchDynamoException, match=said):
+        sites_of(Heads(), torch.randn(5, 3, 8))
 
 
 def test_a_gemm_of_two_activations_is_listed() -> None:

@@ -105,6 +105,21 @@ def test_a_bias_that_begins_anywhere(rewrite: Any) -> None:
     assert torch.equal(bias, model.bias[3:11])
 
 
+def test_a_batch_of_weights(rewrite: Any) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 6, 9))
+
+        def forward(self, x: Tensor) -> Any:
+            return ops.bmm(x, self.w)
+
+    got = rewrite(Heads(), torch.randn(5, 3, 9), options=ROOMY)
+    detail = "w: its strides are (54, 9, 1): fit(strides % 8)"
+    assert got.of(PASS) == [(False, "w is not a matrix"), (True, detail)]
+    assert "float32[3, 6, 9] = fit(strides % 8)" in got.graph
+
+
 def test_a_weight_that_fits_is_handed_over_itself() -> None:
     model, x = Fused(lambda w: w, n=8), torch.randn(5, 16)
     [(w, _)] = seen_by_the_op(model, x)

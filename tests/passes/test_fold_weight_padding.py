@@ -292,6 +292,19 @@ def test_not_an_activation_weight(rewrite: Any) -> None:
     assert got.of(PASS) == [(False, "it is an input of the call, not a parameter or buffer")]
 
 
+def test_not_a_batch_of_weights(rewrite: Any) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 6, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return ops.bmm(x, self.w)
+
+    got = rewrite(Heads(), torch.randn(5, 3, 8))
+    assert got.of(PASS) == [(False, "w is not a matrix")]
+
+
 def test_not_an_ambiguous_scale(rewrite: Any) -> None:
     def call(x: Tensor, w: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return ops.gemm(x, w, s, None, False)

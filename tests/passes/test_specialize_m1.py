@@ -88,6 +88,19 @@ def test_idempotent(rewrite: Any) -> None:
     assert got.graph == before
 
 
+@pytest.mark.parametrize(("shape", "says"), [((1, 3, 8), "M == 1"), ((3, 1, 8), "M = 3")], ids=str)
+def test_m_is_one_axis(rewrite: Any, shape: tuple[int, ...], says: str) -> None:
+    class Heads(Gemm):
+        def __init__(self) -> None:
+            super().__init__(ops.bmm)
+            self.w = nn.Parameter(torch.randn(shape[1], 8, 8))
+
+    got = rewrite(Heads(), torch.randn(shape))
+    [(_, detail)] = got.of(PASS)
+    assert detail.startswith(says)
+    assert ("bmm_m1" in got.graph) == (shape[0] == 1)
+
+
 def test_not_five_tokens(rewrite: Any) -> None:
     got = rewrite(Gemm(CALLS["packet"]), torch.randn(5, 8))
     assert got.of(PASS) == [(False, "M = 5")]

@@ -153,3 +153,33 @@ def test_the_variant_for_one_token(define, assert_false):
     )
     found = r"m1_variant check_contract_tests.gemm_wrong.default: argument 'x' with one token: res"
     assert_false(op, operands(1, 5, 12), rf"{found}ult\[0, 0\] is .*, 5 of 5 elem", "within round")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_variant_for_one_token_where_m_is_one_axis(define, assert_false, axis):
+    """x [m, h, k] or [h, m, k], with a scale for each row; w [h, n, k]."""
+
+    def bmm(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return torch.einsum("mhk,hnk->mhn" if axis == 0 else "hmk,hnk->hmn", x * scale, w)
+
+    def one(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        assert x.shape[axis] == scale.shape[axis] == 1
+        return bmm(x, w, scale)
+
+    def wrong(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return bmm(x, w, scale * 2)
+
+    schema = "(Tensor x, Tensor w, Tensor scale) -> Tensor"
+    gemm = Gemm(a="x", b="w", scale_a="scale", m_axis=axis)
+    variant = define(f"bmm_m1{schema}", one)
+    op = define(f"bmm{schema}", bmm, OpContract(gemm=gemm, m1_variant=variant))
+    for m, words in ((1, "one token"), (3, "the first of 3 tokens")):
+        lead = (m, 2) if axis == 0 else (2, m)
+        x, w, scale = torch.randn(*lead, 8), torch.randn(2, 5, 8), torch.rand(*lead, 1)
+        report = check_contract(op, (x, w, scale))
+        assert report.claims[1].how == f"same numbers within rounding, for {words}"
+    variant = define(f"bmm_wrong{schema}", wrong)
+    op = define(f"bmm_2{schema}", bmm, OpContract(gemm=gemm, m1_variant=variant))
+    assert_false(
+        op, (x, w, scale), r"with the first of 3 tokens: result\[0, 0, 0\]", "within round"
+    )

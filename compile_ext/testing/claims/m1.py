@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compile_ext.ops.contract import Gemm, m_of
+from compile_ext.ops.contract import Gemm, m_of_gemm
 from compile_ext.testing.process.messages import Raised
 from compile_ext.testing.report import HOLDS, NOT_EXERCISED, Claim
 from compile_ext.testing.trial import Trial
@@ -34,13 +34,16 @@ def _one_token(trial: Trial, gemm: Gemm) -> tuple[dict[str, Any], str] | str:
     a = trial.tensor(gemm.a)
     if a is None or a.dim() == 0:
         return f"{gemm.a} is no matrix"
-    m = m_of(a)
+    axis = gemm.m_axis
+    m = m_of_gemm(trial.op, gemm, a)
     if m == 1:
         return {}, "one token"
     if m == 0 or a.dim() < 2 or any(trial.tensor(x) is not None for x in trial.written):
         return f"M is {m}, not 1"
-    changes: dict[str, Any] = {gemm.a: a[tuple(slice(0, 1) for _ in a.shape[:-1])]}
-    scale = trial.tensor(gemm.scale_a) if gemm.scale_a else None
-    if scale is not None and scale.dim() and scale.shape[0] == m:  # one a token
-        changes[str(gemm.scale_a)] = scale[:1]
+    axes = range(a.dim() - 1) if axis is None else (axis,)
+    first = tuple(slice(0, 1 if d in axes else None) for d in range(a.dim()))
+    changes: dict[str, Any] = {gemm.a: a[first]}
+    scale, at = trial.tensor(gemm.scale_a) if gemm.scale_a else None, axis or 0
+    if scale is not None and scale.dim() > at and scale.shape[at] == m:  # one a token
+        changes[str(gemm.scale_a)] = scale.narrow(at, 0, 1)
     return changes, f"the first of {m} tokens"
