@@ -12,17 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_mm_aten, checks
+from compile_ext.ops import block_scaled_mm_aten, block_scaled_reference, checks
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
-from compile_ext.ops.quantize import (
-    BLOCK,
-    blocks_of,
-    dequantize_fp8_blocks,
-    dequantize_fp8_groups,
-    quantize_fp8_groups,
-)
+from compile_ext.ops.quantize import BLOCK, dequantize_fp8_groups, quantize_fp8_groups
 
 NAME = "block_scaled_mm"
 
@@ -40,13 +34,7 @@ def block_scaled_mm_ref(
         a, scale_a = quantize_fp8_groups(a)
     assert scale_a is not None  # _check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
-    # One row of blocks at a time: a float32 copy of the whole weight, made on each call, costs more
-    # than the product.
-    columns = [
-        x @ dequantize_fp8_blocks(rows, row_scale).t()
-        for rows, row_scale in zip(b.split(BLOCK), scale_b.split(1), strict=True)
-    ]
-    product = torch.cat(columns, dim=-1)
+    product = block_scaled_reference.times_blocks(x, b, scale_b)
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
@@ -64,9 +52,7 @@ def _check(
         checks.rank_is(NAME, name, x, 2)
         checks.rows_contiguous(NAME, name, x)
     checks.same_k(NAME, a, b)
-    n, k = b.shape
-    checks.dtype_in(NAME, "scale_b", scale_b, (torch.float32,))
-    checks.shape_is(NAME, "scale_b", scale_b, (blocks_of(n), blocks_of(k)))
+    block_scaled_reference.check_scale_b(NAME, b, scale_b)
     if a.dtype == checks.FP8:
         if scale_a is None:
             raise ShapeError(
@@ -75,11 +61,10 @@ def _check(
                 f"scale_a [m, ceil(k/{BLOCK})]",
                 "pass what quantize_fp8_groups returned, or a bfloat16 a",
             )
-        checks.dtype_in(NAME, "scale_a", scale_a, (torch.float32,))
-        checks.shape_is(NAME, "scale_a", scale_a, (a.shape[0], blocks_of(k)))
+        block_scaled_reference.check_scale_a(NAME, a, scale_a)
         checks.same_device(NAME, a=a, scale_a=scale_a)
     checks.same_device(NAME, a=a, b=b, scale_b=scale_b, bias=bias)
-    checks.bias_fits(NAME, bias, n)
+    checks.bias_fits(NAME, bias, b.shape[0])
     checks.out_dtype_is_float(NAME, out_dtype)
 
 

@@ -44,13 +44,15 @@ def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ..
         )
 
 
-def rank_is(op: str, name: str, x: torch.Tensor, rank: int) -> None:
+def rank_is(op: str, name: str, x: torch.Tensor, rank: int, form: str | None = None) -> None:
+    """``form`` names the dimensions (``[g, n, k]``) where a reshape would not do."""
     if x.dim() != rank:
+        reshape = f"reshape {name}, for example {name}.reshape(-1, {name}.shape[-1])"
         raise RankError(
             op,
             f"{name} of shape {list(x.shape)}",
             f"{rank} dimensions",
-            f"reshape {name}, for example {name}.reshape(-1, {name}.shape[-1])",
+            f"pass {name} as {form}" if form else reshape,
         )
 
 

@@ -83,19 +83,21 @@ def quantize_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8_groups(q: Tensor, scale: Tensor) -> Tensor:
-    """``q [m, k]`` with ``scale [m, ceil(k/128)]`` as float32 ``[m, k]``."""
+    """``q [..., k]`` with ``scale [..., ceil(k/128)]`` as float32 ``[..., k]``."""
+    k = q.shape[-1]
     dtype_in("dequantize_fp8_groups", "q", q, (FP8,))
-    shape_is("dequantize_fp8_groups", "scale", scale, (q.shape[0], blocks_of(q.shape[1])))
-    return fp8_to_float32(q) * scale.repeat_interleave(BLOCK, dim=1)[:, : q.shape[1]]
+    shape_is("dequantize_fp8_groups", "scale", scale, (*q.shape[:-1], blocks_of(k)))
+    return fp8_to_float32(q) * scale.repeat_interleave(BLOCK, dim=-1)[..., :k]
 
 
 def dequantize_fp8_blocks(q: Tensor, scale: Tensor) -> Tensor:
-    """``q [n, k]`` with ``scale [ceil(n/128), ceil(k/128)]`` as float32 ``[n, k]``."""
-    n, k = q.shape
+    """``q [..., n, k]`` with ``scale [..., ceil(n/128), ceil(k/128)]`` as float32
+    ``[..., n, k]``."""
+    *lead, n, k = q.shape
     dtype_in("dequantize_fp8_blocks", "q", q, (FP8,))
-    shape_is("dequantize_fp8_blocks", "scale", scale, (blocks_of(n), blocks_of(k)))
-    rows = scale.repeat_interleave(BLOCK, dim=1)[:, :k].repeat_interleave(BLOCK, dim=0)[:n]
-    return fp8_to_float32(q) * rows
+    shape_is("dequantize_fp8_blocks", "scale", scale, (*lead, blocks_of(n), blocks_of(k)))
+    columns = scale.repeat_interleave(BLOCK, dim=-1)[..., :k]
+    return fp8_to_float32(q) * columns.repeat_interleave(BLOCK, dim=-2)[..., :n, :]
 
 
 def fp8_to_float32(q: Tensor) -> Tensor:

@@ -230,6 +230,19 @@ def test_quantizers_refuse(name, x, error, found, wanted):
         assert raised.value.fix
 
 
+@pytest.mark.parametrize(
+    ("quantize", "dequantize"),
+    [(quantize_fp8_groups, dequantize_fp8_groups), (quantize_fp8_blocks, dequantize_fp8_blocks)],
+)
+def test_dequantizers_take_batches(quantize, dequantize):
+    pairs = [quantize(torch.randn(130, 200)) for _ in range(6)]
+    q, scale = (torch.stack(x).unflatten(0, (2, 3)) for x in zip(*pairs, strict=True))
+    want = torch.stack([dequantize(*pair) for pair in pairs]).unflatten(0, (2, 3))
+    assert torch.equal(dequantize(q, scale), want)
+    with pytest.raises(ShapeError, match=r"wanted \[2, 3, (130|2), 2\]"):
+        dequantize(q, scale[:, :1])
+
+
 @pytest.mark.parametrize("dequantize", [dequantize_fp8_groups, dequantize_fp8_blocks])
 def test_dequantizers_refuse(dequantize):
     q = torch.ones(130, 200).to(FP8)
