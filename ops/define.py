@@ -19,6 +19,8 @@ from compile_ext.ops.errors import GradError
 from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
+# What an op gives: one tensor, or several where its schema says ``-> (Tensor, Tensor)``.
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
 
 
@@ -29,12 +31,13 @@ class Kernel:
     Args:
         name: ``reference``, ``aten``, ``triton``, ``cute``, ``deep_gemm``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
-        run: computes the result; gets the same arguments, already checked by the op.
+        run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
+            checked by the op.
     """
 
     name: str
     why_not: Callable[..., str | None]
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., Result]
 
 
 def never(*args: Any, **kwargs: Any) -> str | None:
@@ -72,7 +75,7 @@ def define_op(
     schema: str,
     *,
     check: Callable[..., None],
-    fake: Callable[..., torch.Tensor],
+    fake: Callable[..., Result],
     kernels: tuple[Kernel, ...],
     contract: OpContract,
 ) -> OpOverload:
@@ -81,8 +84,8 @@ def define_op(
     Args:
         check: raises a CompileExtError for arguments that the op refuses; runs in the fake (so that
             errors come at trace time where a fake can show them) and before every kernel.
-        fake: gets checked arguments, returns an empty tensor of the result's shape, stride and
-            dtype.
+        fake: gets checked arguments, returns empty tensors of the results' shapes, strides and
+            dtypes.
         kernels: in order of preference; the last is the reference and always runs.
     """
     if kernels[-1].name != "reference" or kernels[-1].why_not is not never:
@@ -93,7 +96,7 @@ def define_op(
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     definition = OpDefinition(overload, kernels)
 
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any) -> Result:
         _refuse_grad(overload, args)
         check(*args)
         kernel = definition.kernel_for(*args)[0]
@@ -104,7 +107,7 @@ def define_op(
                 return kernel.run(*args)
         return kernel.run(*args)
 
-    def run_fake(*args: Any) -> torch.Tensor:
+    def run_fake(*args: Any) -> Result:
         _refuse_grad(overload, args)
         check(*args)
         return fake(*args)

@@ -55,6 +55,15 @@ def block_scaled_mm_bfloat16(m: int, n: int, k: int, bias: bool) -> tuple[Any, .
     return torch.randn(m, k).bfloat16(), b, scale_a, scale_b, *rest
 
 
+def rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    x, weight = torch.randn(m, k).bfloat16(), torch.randn(k).bfloat16() if bias else None
+    return x, weight, 1e-6, bias
+
+
+def add_rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return torch.randn(m, k).bfloat16(), *rms_norm_quantize_fp8(m, n, k, bias)
+
+
 def run(make: Callable[..., Any], op: str, shape: Any, device: str) -> ContractReport:
     inputs = make(*shape)
     moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -82,6 +91,8 @@ def others(report: ContractReport, device: str) -> set[str]:
         ),
         (router_gemm, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
         (router_gemm_one, "router_gemm_m1", ()),
+        (rms_norm_quantize_fp8, "rms_norm_quantize_fp8", ()),
+        (add_rms_norm_quantize_fp8, "add_rms_norm_quantize_fp8", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",
 )

@@ -1,0 +1,79 @@
+"""``rms_norm_quantize_fp8`` of a residual stream: the sum, its RMSNorm and the FP8 quantization.
+
+sum = x + residual
+q, scale = rms_norm_quantize_fp8(sum, weight, eps, round_before_weight)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compile_ext.ops import checks
+from compile_ext.ops.contract import OpContract
+from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops.rms_norm_quantize_fp8 import (
+    check_norm,
+    fake_quantized,
+    rms_norm_quantize_fp8_ref,
+)
+
+NAME = "add_rms_norm_quantize_fp8"
+
+
+def add_rms_norm_quantize_fp8_ref(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The specification: the norm is that of the sum as it is rounded to x's dtype."""
+    # A kernel writes rows, whatever the strides of its inputs are.
+    total = (x + residual).contiguous()
+    return *rms_norm_quantize_fp8_ref(total, weight, eps, round_before_weight), total
+
+
+def _check(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+) -> None:
+    check_norm(NAME, x, weight)
+    checks.dtype_in(NAME, "residual", residual, (x.dtype,))
+    checks.shape_is(NAME, "residual", residual, tuple(x.shape))
+    checks.same_device(NAME, x=x, residual=residual)
+
+
+def _fake(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *fake_quantized(x), x.new_empty(x.shape)
+
+
+OP = define_op(
+    f"{NAME}(Tensor x, Tensor residual, Tensor? weight, float eps, bool round_before_weight)"
+    " -> (Tensor q, Tensor scale, Tensor sum)",
+    check=_check,
+    fake=_fake,
+    kernels=(Kernel("reference", why_not=never, run=add_rms_norm_quantize_fp8_ref),),
+    contract=OpContract(),
+)
+
+
+def add_rms_norm_quantize_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    round_before_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm of ``x + residual``, quantized to FP8 in groups of 128, and the sum.
+
+    Args:
+        x: ``[m, k]`` bfloat16, float16 or float32, any strides, k >= 1.
+        residual: ``[m, k]`` of x's dtype, any strides.
+        weight, eps, round_before_weight: as in ``rms_norm_quantize_fp8``.
+
+    Returns:
+        ``q`` and ``scale`` as ``rms_norm_quantize_fp8`` of the sum gives them, and
+        ``sum [m, k]``, ``x + residual`` in x's dtype, contiguous: the new residual.
+
+    Raises:
+        DtypeError, RankError, ShapeError, DeviceError, GradError.
+    """
+    q, scale, total = OP(x, residual, weight, eps, round_before_weight)
+    return q, scale, total
