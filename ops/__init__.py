@@ -3,6 +3,9 @@
 from compile_ext.ops.add_rms_norm_quantize_fp8 import add_rms_norm_quantize_fp8
 from compile_ext.ops.block_scaled_mm import block_scaled_mm
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
+from compile_ext.ops.fp8_bmm import fp8_bmm
+from compile_ext.ops.grouped_block_scaled_mm import grouped_block_scaled_mm
+from compile_ext.ops.grouped_block_scaled_mm_masked import grouped_block_scaled_mm_masked
 from compile_ext.ops.quantize import (
     dequantize_fp8_blocks,
     dequantize_fp8_groups,
@@ -26,6 +29,9 @@ __all__ = [
     "contract_of",
     "dequantize_fp8_blocks",
     "dequantize_fp8_groups",
+    "fp8_bmm",
+    "grouped_block_scaled_mm",
+    "grouped_block_scaled_mm_masked",
     "quantize_fp8_blocks",
     "quantize_fp8_groups",
     "quantize_fp8_per_token",

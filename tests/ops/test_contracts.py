@@ -258,6 +258,8 @@ def test_contracts_are_immutable(value):
 
 OWN = torch.ops.compile_ext
 SCALED = Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias")
+GROUPED = Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b")
+MASKED, BATCHED = dataclasses.replace(GROUPED, m_axis=1), dataclasses.replace(GROUPED, m_axis=0)
 ROUTER = Gemm(a="a", b="b", bias="bias")
 
 
@@ -266,10 +268,21 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
     [
         (OWN.scaled_mm.default, SCALED, ("b", "scale_b", "bias"), None),
         (OWN.block_scaled_mm.default, SCALED, ("b", "scale_b", "bias"), None),
+        (OWN.grouped_block_scaled_mm.default, GROUPED, ("b", "scale_b"), None),
+        (OWN.grouped_block_scaled_mm_masked.default, MASKED, ("b", "scale_b"), None),
+        (OWN.fp8_bmm.default, BATCHED, ("b", "scale_b"), None),
         (OWN.router_gemm.default, ROUTER, ("b", "bias"), OWN.router_gemm_m1.default),
         (OWN.router_gemm_m1.default, ROUTER, ("b", "bias"), None),
     ],
-    ids=["scaled_mm", "block_scaled_mm", "router_gemm", "router_gemm_m1"],
+    ids=[
+        "scaled_mm",
+        "block_scaled_mm",
+        "grouped_block_scaled_mm",
+        "grouped_block_scaled_mm_masked",
+        "fp8_bmm",
+        "router_gemm",
+        "router_gemm_m1",
+    ],
 )
 def test_contract_of_our_op(op, gemm, prewait_reads, m1_variant):
     declared = contract_of(op)
@@ -311,7 +324,9 @@ def test_unread_predicate_of_block_scaled_mm_looks_at_the_dtype_of_a():
 
 
 def test_every_op_of_ours_has_a_contract_and_a_reference_kernel():
-    for name in ("scaled_mm", "block_scaled_mm", "router_gemm", "router_gemm_m1"):
+    gemms = ("scaled_mm", "block_scaled_mm", "router_gemm", "router_gemm_m1")
+    grouped = ("grouped_block_scaled_mm", "grouped_block_scaled_mm_masked", "fp8_bmm")
+    for name in (*gemms, *grouped):
         assert own_contract(name).gemm is not None
         definition = definition_of(getattr(OWN, name).default)
         assert definition is not None

@@ -64,6 +64,30 @@ def add_rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, 
     return torch.randn(m, k).bfloat16(), *rms_norm_quantize_fp8(m, n, k, bias)
 
 
+def expert_weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    b, scale_b = zip(*(quantize_fp8_blocks(torch.randn(n, k)) for _ in range(3)), strict=True)
+    return torch.stack(b), torch.stack(scale_b)
+
+
+def grouped_block_scaled_mm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, scale_a = quantize_fp8_groups(torch.randn(m, k).bfloat16())
+    b, scale_b = expert_weights(n, k)
+    m_indices = torch.tensor([2, -1, 3, 0, 1, 2**31 - 1, -(2**31)])[:m].int()
+    return a, b, scale_a, scale_b, m_indices, torch.float32
+
+
+def grouped_block_scaled_mm_masked(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, scale_a = quantize_fp8_groups(torch.randn(3 * m, k).bfloat16())
+    b, scale_b = expert_weights(n, k)
+    a, scale_a, masked_m = a.view(3, m, k), scale_a.unflatten(0, (3, m)), torch.tensor([1, 0, 999])
+    return a, b, scale_a, scale_b, masked_m.int(), 2, torch.float32
+
+
+def fp8_bmm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, b, scale_a, scale_b, *_, dtype = grouped_block_scaled_mm_masked(m, n, k, bias)
+    return a.transpose(0, 1), b, scale_a.transpose(0, 1), scale_b, dtype
+
+
 def run(make: Callable[..., Any], op: str, shape: Any, device: str) -> ContractReport:
     inputs = make(*shape)
     moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -89,6 +113,9 @@ def others(report: ContractReport, device: str) -> set[str]:
             "block_scaled_mm",
             ("unread['scale_a']", *ALIGN, "memory['scale_b']"),
         ),
+        (grouped_block_scaled_mm, "grouped_block_scaled_mm", ()),
+        (grouped_block_scaled_mm_masked, "grouped_block_scaled_mm_masked", ()),
+        (fp8_bmm, "fp8_bmm", ()),
         (router_gemm, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
         (router_gemm_one, "router_gemm_m1", ()),
         (rms_norm_quantize_fp8, "rms_norm_quantize_fp8", ()),

@@ -16,6 +16,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from compile_ext.ops import (
     block_scaled_mm,
+    fp8_bmm,
+    grouped_block_scaled_mm,
+    grouped_block_scaled_mm_masked,
     quantize_fp8_blocks,
     quantize_fp8_groups,
     quantize_fp8_per_token,
@@ -86,6 +89,29 @@ def block_scaled_mm_calls(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @st.composite
+def grouped_calls(draw: st.DrawFn, op: str) -> tuple[Any, ...]:
+    """Of an op with a weight for each group or head."""
+    g, m, n, k = draw(st.integers(0, 3)), draw(sizes), draw(sizes), draw(sizes)
+    rows: tuple[int, ...]
+    rows, rest = {
+        "grouped_block_scaled_mm": ((m,), (torch.zeros(m, dtype=torch.int32),)),
+        "grouped_block_scaled_mm_masked": ((g, m), (torch.zeros(g, dtype=torch.int32), 7)),
+        "fp8_bmm": ((m, g), ()),
+    }[op]
+
+    def matrices(*lead: int) -> Tensor:
+        whole = torch.zeros(torch.Size(lead).numel(), k, dtype=FP8)
+        return laid_out(whole, draw(st.sampled_from(LAYOUTS))).unflatten(0, lead)
+
+    def scales(*shape: int) -> Tensor:
+        views = [torch.ones(shape), torch.ones(shape[::-1]).permute(*range(len(shape))[::-1])]
+        return draw(st.sampled_from(views))
+
+    scale_a, scale_b = scales(*rows, -(-k // 128)), scales(g, -(-n // 128), -(-k // 128))
+    return matrices(*rows), matrices(g, n), scale_a, scale_b, *rest, draw(st.sampled_from(FLOATS))
+
+
+@st.composite
 def router_gemm_calls(draw: st.DrawFn, m1: bool = False) -> tuple[Any, ...]:
     small = st.integers(1, 1) if m1 else st.sampled_from([0, 1, 2, 3, 5, 17])
     lead, n, k = draw(st.lists(small, max_size=3)), draw(sizes), draw(sizes)
@@ -128,6 +154,15 @@ def test_block_scaled_mm(args):
     assert_fake_is_real(OPS.block_scaled_mm.default, args)
 
 
+@pytest.mark.parametrize(
+    "op", ["grouped_block_scaled_mm", "grouped_block_scaled_mm_masked", "fp8_bmm"]
+)
+@SETTINGS
+@given(data=st.data())
+def test_grouped(op, data):
+    assert_fake_is_real(getattr(OPS, op).default, data.draw(grouped_calls(op)))
+
+
 @SETTINGS
 @given(router_gemm_calls())
 def test_router_gemm(args):
@@ -141,6 +176,8 @@ def test_router_gemm_m1(args):
 
 
 B = torch.linspace(-2, 2, 7 * 200).view(7, 200)
+# Three: under dynamic=True a size that equals the first M, 2, would share its symbol.
+EXPERTS = torch.stack([B, 1 - B, B / 2]).to(FP8)
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {  # one for each op and form of scale; x is bf16
     "scaled_mm_per_tensor": lambda x: scaled_mm(
         x.to(FP8), B.to(FP8), torch.ones(1), torch.ones(())
@@ -153,6 +190,23 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {  # one for each op and form of 
     ),
     "block_scaled_mm_bf16": lambda x: block_scaled_mm(
         x, B.to(FP8), None, torch.ones(1, 2), None, torch.float32
+    ),
+    "grouped_block_scaled_mm": lambda x: grouped_block_scaled_mm(
+        x.to(FP8), EXPERTS, x[:, :2].float(), torch.ones(3, 1, 2), x[:, 0].int()
+    ),
+    "grouped_block_scaled_mm_masked": lambda x: grouped_block_scaled_mm_masked(
+        x.to(FP8).expand(3, -1, -1),
+        EXPERTS,
+        x[:, :2].float().expand(3, -1, -1),
+        torch.ones(3, 1, 2),
+        torch.tensor([1, 3, 0], dtype=torch.int32),
+        x.shape[0] // 2 + 1,
+    ).transpose(0, 1),
+    "fp8_bmm": lambda x: fp8_bmm(
+        x.to(FP8)[:, None].expand(-1, 3, -1),
+        EXPERTS,
+        x[:, None, :2].float().expand(-1, 3, -1),
+        torch.ones(3, 1, 2),
     ),
     "router_gemm": lambda x: router_gemm(x, B.bfloat16(), torch.ones(7)),
     "router_gemm_3d": lambda x: router_gemm(x.unsqueeze(1), B.bfloat16()),
