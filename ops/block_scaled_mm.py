@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_mm_aten, block_scaled_reference, checks
+from compile_ext.ops import block_scaled_mm_aten, block_scaled_reference, checks, triton_support
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import BLOCK, dequantize_fp8_groups, quantize_fp8_groups
 
 NAME = "block_scaled_mm"
+SMALL_M = 16  # tokens of one tile of block_scaled_mm_small_m.py
 
 
 def block_scaled_mm_ref(
@@ -79,6 +80,13 @@ def _fake(
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
+def _why_not_small_m(a: Tensor, *_: object) -> str | None:
+    reason = triton_support.why_not(a)
+    if reason is None and not checks.at_most(a.shape[0], SMALL_M):
+        return f"takes up to {SMALL_M} tokens, M is {a.shape[0]}"
+    return reason
+
+
 OP = define_op(
     "block_scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor scale_b, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
@@ -86,6 +94,10 @@ OP = define_op(
     fake=_fake,
     kernels=(
         Kernel("aten", why_not=block_scaled_mm_aten.why_not, run=block_scaled_mm_aten.run),  # SM90
+        Kernel(
+            "triton_small_m", _why_not_small_m, triton_support.run_of("block_scaled_mm_small_m")
+        ),
+        Kernel("triton", triton_support.why_not, triton_support.run_of("block_scaled_mm_triton")),
         Kernel("reference", why_not=never, run=block_scaled_mm_ref),
     ),
     contract=OpContract(

@@ -33,6 +33,15 @@ def is_zero(size: Size) -> bool:
     return bool(guard_or_false(size == 0))
 
 
+def at_most(size: Size, bound: int) -> bool:
+    """Whether a size is known to be ``bound`` or less; a symbolic one that may be more is not."""
+    if type(size) is int:
+        return size <= bound
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(size <= bound))
+
+
 def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in allowed:
         names = " or ".join(str(d).removeprefix("torch.") for d in allowed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks, scaled_mm_aten
+from compile_ext.ops import checks, scaled_mm_aten, triton_support
 from compile_ext.ops.contract import Align, Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import fp8_to_float32
@@ -73,6 +73,7 @@ OP = define_op(
     fake=_fake,
     kernels=(
         Kernel("aten", why_not=scaled_mm_aten.why_not, run=scaled_mm_aten.run),  # cuBLASLt
+        Kernel("triton", triton_support.why_not, triton_support.run_of("scaled_mm_triton")),
         Kernel("reference", why_not=never, run=scaled_mm_ref),
     ),
     contract=OpContract(

@@ -70,7 +70,10 @@ def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:
         return "-", ()
     values: dict[str, Any] = fakes(call.arguments)
     kernel, reasons = definition.kernel_for(*values.values())
-    return kernel.name, tuple(f"{name}: {reason}" for name, reason in reasons.items())
+    names: dict[str, list[str]] = {}  # one line for all that say the same
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return kernel.name, tuple(f"{', '.join(same)}: {reason}" for reason, same in names.items())
 
 
 def _size(size: int | torch.SymInt) -> int | str:

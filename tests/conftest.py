@@ -3,6 +3,7 @@ derivations of plain functions."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import errors
+
+# Triton's interpreter runs its kernels on CPU tensors. It has to be asked for before Triton is
+# imported, which Inductor does.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Two workers on two cores would otherwise wait for each other in OpenMP barriers.
 torch.set_num_threads(1)

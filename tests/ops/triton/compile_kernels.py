@@ -1,0 +1,111 @@
+"""Compile the Triton kernels for GPUs that are not here, as ``run`` would launch them there.
+
+Run by ``test_compile.py`` in a process of its own, without the interpreter. Prints a JSON line a
+kernel: its name, the architecture, the kind of the call, the tensor core instruction, and the bytes
+of spilled registers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compile_ext.ops import triton_support
+
+TYPES = {
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
+OPTIONS = ("num_warps", "num_stages")
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+N, K = 576, 7168
+
+
+class Launch:
+    """Stands for a kernel: takes the arguments of a launch in place of launching."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def take(*args: Any, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            self.options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
+            self.arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+
+        return take
+
+    def compile(self, arch: int) -> Any:
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        aligned: dict[tuple[int], Any] = {}
+        for i, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            if isinstance(value, Tensor):
+                signature[name] = TYPES[value.dtype]
+            elif value is None or value == 1 or (name.isupper() and len(name) > 1):
+                signature[name], constants[name] = "constexpr", value
+            else:
+                signature[name] = "i32"
+            # As Triton specialises: a pointer is aligned, a size or stride where it divides.
+            if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, aligned)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=self.options)
+
+
+def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    b, scale_b = torch.zeros(N, K, dtype=FP8), torch.ones(5, 56)
+    for m in (1, 16, 128):
+        fp8, scale = torch.zeros(m, K, dtype=FP8), torch.ones(56, m).t()
+        for kernel in ("block_scaled_mm_small_m", "block_scaled_mm_triton"):
+            if m <= 16 or kernel == "block_scaled_mm_triton":
+                yield kernel, f"m={m} fp8", (fp8, b, scale, scale_b, None, BF16)
+                yield kernel, f"m={m} bf16", (fp8.to(BF16), b, None, scale_b, None, BF16)
+        yield "scaled_mm_triton", f"m={m}", (fp8, b, torch.ones(m, 1), torch.ones(N, 1), None, BF16)
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return max(int(x) for x in re.findall(r"STACK:(\d+)", text))
+
+
+def main() -> None:
+    for arch in (80, 89, 90):
+        capability = divmod(arch, 10)
+        triton_support._capability = lambda x, found=capability: found
+        for name, call, args in calls():
+            module = importlib.import_module(f"compile_ext.ops.{name}")
+            original = module._kernel
+            module._kernel = launch = Launch(original)
+            try:
+                module.run(*args)
+            finally:
+                module._kernel = original
+            made = launch.compile(arch)
+            mma = re.findall(r"(?:mma\.sync|wgmma\.mma_async)[\w.]*", made.asm["ptx"])
+            found = {"kernel": name, "arch": arch, "call": call, "mma": sorted(set(mma))}
+            print(json.dumps({**found, "spilled": spilled_bytes(made.asm["cubin"])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The Triton kernels of the FP8 GEMMs against float64: in the interpreter, and on the GPU."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_ext.ops.quantize import (
+    dequantize_fp8_groups,
+    quantize_fp8_blocks,
+    quantize_fp8_groups,
+    quantize_fp8_per_token,
+)
+
+FP8 = torch.float8_e4m3fn
+BLOCK_KERNELS = ("block_scaled_mm_triton", "block_scaled_mm_small_m")
+# m, n, k: whole blocks; partial ones in n, in k, in both; more groups than are loaded ahead
+SHAPES = [
+    (1, 128, 256),
+    (1, 40, 128),
+    (3, 130, 127),
+    (7, 144, 1040),
+    (16, 5, 300),
+    (2, 17, 8200),
+]  # fmt: skip
+LARGE = [(33, 130, 127), (200, 257, 130), (129, 128, 384)]
+
+
+def run(kernel: str, *args: Any) -> Tensor:
+    result: Tensor = import_module(f"compile_ext.ops.{kernel}").run(*args)
+    return result
+
+
+def expanded(scale: Tensor, *sizes: int) -> Tensor:
+    """The scale of each element, in float64."""
+    for dim, size in enumerate(sizes):
+        if scale.shape[dim] != size:
+            scale = scale.repeat_interleave(128, dim)[(slice(None),) * dim + (slice(size),)]
+    return scale.double()
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``a @ b.T + bias`` in float64, and what it becomes with absolute values."""
+    extra = torch.zeros(1, dtype=torch.float64, device=a.device) if bias is None else bias.double()
+    return a @ b.t() + extra, a.abs() @ b.t().abs() + extra.abs()
+
+
+def operands(m: int, n: int, k: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = (torch.randn(m, k) * 10).to(FP8).to(device)
+    b = (torch.randn(n, k) * 10).to(FP8).to(device)
+    groups, rows = -(-k // 128), -(-n // 128)
+    scales = torch.rand(m, groups) + 0.5, torch.rand(rows, groups) / 8 + 0.01
+    return a, b, scales[0].to(device), scales[1].to(device)
+
+
+# On the GPU, the tensor cores keep 14 bits of the sums inside one instruction on e4m3 (DeepSeek-V3
+# technical report, section 3.3.2): 2^-13 of the magnitudes. The interpreter sums in float32.
+ROUNDING = {"cpu": 2.0**-24, "cuda": 2.0**-13}
+
+
+def assert_close(got: Tensor, exact: Tensor, magnitude: Tensor, k: int) -> None:
+    assert got.is_contiguous()
+    assert got.shape == exact.shape
+    assert torch.equal(got.isnan(), exact.isnan())
+    sums = ROUNDING[got.device.type] * magnitude + (k + 4) * 2.0**-24 * magnitude
+    info = torch.finfo(got.dtype)
+    # The interpreter cuts float32 off to bfloat16: one ulp, where half is rounding.
+    bound = sums + info.eps * (exact.abs() + sums) + info.tiny * info.eps
+    excess = (got.double() - exact).abs() - bound
+    assert not (excess > 0).any(), f"{excess.nan_to_num(0).max()} above the bound"
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
+def test_block_scaled_mm(kernel: str, shape: Any, bias: Any, device: str) -> None:
+    m, n, k = shape
+    a, b, scale_a, scale_b = operands(m, n, k, device)
+    added = None if bias is None else torch.randn(n, device=device).to(bias)
+    got = run(kernel, a, b, scale_a, scale_b, added, torch.float32)
+    x, w = a.double() * expanded(scale_a, m, k), b.double() * expanded(scale_b, n, k)
+    assert_close(got, *product(x, w, added), k)
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_block_scaled_mm_of_many_tokens(shape: Any, device: str) -> None:
+    m, n, k = shape
+    a, b, scale_a, scale_b = operands(m, n, k, device)
+    got = run("block_scaled_mm_triton", a, b, scale_a, scale_b, None, torch.float32)
+    x, w = a.double() * expanded(scale_a, m, k), b.double() * expanded(scale_b, n, k)
+    assert_close(got, *product(x, w, None), k)
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantizes_as_the_reference_does(kernel: str, shape: Any, device: str) -> None:
+    m, n, k = shape
+    x = (torch.randn(m, k) * torch.logspace(-12, 12, m)[:, None]).bfloat16().to(device)
+    x[:, : k // 4] = 0
+    b, scale_b = quantize_fp8_blocks(torch.randn(n, k, device=device))
+    got = run(kernel, x, b, None, scale_b, None, torch.float32)
+    # The same e4m3 values and scales, or the result would differ by up to 2^-4 of a factor.
+    a = dequantize_fp8_groups(*quantize_fp8_groups(x)).double()
+    w = b.double() * expanded(scale_b, n, k)
+    assert_close(got, *product(a, w, None), k)
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_output_dtypes(kernel: str, dtype: torch.dtype, device: str) -> None:
+    a, b, scale_a, scale_b = operands(5, 40, 256, device)
+    got = run(kernel, a, b, scale_a / 64, scale_b, None, dtype)
+    assert got.dtype == dtype
+    x, w = a.double() * expanded(scale_a / 64, 5, 256), b.double() * expanded(scale_b, 40, 256)
+    assert_close(got, *product(x, w, None), 256)
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_every_value(kernel: str, quantizes: bool, device: str) -> None:
+    """All 256 bytes as weights, NaN and subnormals among them, against one token."""
+    b = torch.arange(256, dtype=torch.uint8).view(FP8)[:, None].repeat(1, 16).to(device)
+    x = torch.ones(1, 16, device=device)
+    a, scale_a = (x.bfloat16(), None) if quantizes else (x.to(FP8), x[:, :1])
+    got = run(kernel, a, b, scale_a, torch.ones(2, 1, device=device), None, torch.float32)
+    # Sums of 16 equal e4m3 values are exact; quantized, 1 is 448 of a scale of 1 / 448.
+    torch.testing.assert_close(
+        got, 16 * b[:, :1].float().t(), rtol=2.0**-22, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(kernel: str, bad: float, device: str) -> None:
+    x = torch.randn(4, 300, device=device).bfloat16()
+    x[1, 140] = bad
+    b, scale_b = quantize_fp8_blocks(torch.randn(24, 300, device=device))
+    got = run(kernel, x, b, None, scale_b, None, torch.float32)
+    assert got[1].isnan().all()
+    assert got[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", [*BLOCK_KERNELS, "scaled_mm_triton"])
+@pytest.mark.parametrize("shape", [(0, 8, 128), (3, 0, 128), (3, 8, 0)], ids=str)
+def test_empty(kernel: str, shape: Any, device: str) -> None:
+    m, n, k = shape
+    a, b, scale_a, scale_b = operands(m, n, k, device)
+    if kernel == "scaled_mm_triton":
+        scale_a, scale_b = scale_a.new_ones(m, 1), scale_a.new_ones(n, 1)
+    bias = torch.randn(n, device=device)
+    got = run(kernel, a, b, scale_a, scale_b, bias, torch.float32)
+    torch.testing.assert_close(got, bias.expand(m, n), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_reads_no_element_that_is_not_its_own(kernel: str, device: str) -> None:
+    """Rows with a stride, behind which NaN lies; scales column-major and row-major."""
+    m, n, k = 3, 20, 200
+    a, b, scale_a, scale_b = operands(m, n, k, device)
+    around_a = torch.full((m + 2, 256), float("nan")).to(FP8).to(device)
+    around_b = torch.full((n + 2, 256), float("nan")).to(FP8).to(device)
+    around_scale = torch.full((4, 4), float("nan"), device=device)
+    around_a[1:-1, :k], around_b[1:-1, :k], around_scale.t()[:m, :2] = a, b, scale_a
+    want = run(kernel, a, b, scale_a, scale_b, None, torch.float32)
+    strided = around_a[1:-1, :k], around_b[1:-1, :k], around_scale.t()[:m, :2]
+    got = run(kernel, *strided, scale_b, None, torch.float32)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[:5], *LARGE], ids=str)
+@pytest.mark.parametrize("scales", ["per token", "per tensor", "mixed"])
+@pytest.mark.parametrize("bias", [None, torch.float16], ids=str)
+def test_scaled_mm(shape: Any, scales: str, bias: Any, device: str) -> None:
+    m, n, k = shape
+    a, scale_a = quantize_fp8_per_token(torch.randn(m, k, device=device))
+    b, scale_b = quantize_fp8_per_token(torch.randn(n, k, device=device))
+    if scales != "per token":
+        scale_a = torch.full((), 0.3, device=device)
+    if scales == "per tensor":
+        scale_b = torch.full((1, 1), 0.7, device=device)
+    added = None if bias is None else torch.randn(n, device=device).to(bias)
+    got = run("scaled_mm_triton", a, b, scale_a, scale_b, added, torch.float32)
+    x, w = a.double() * scale_a.reshape(-1, 1), b.double() * scale_b.reshape(-1, 1)
+    assert_close(got, *product(x, w, added), k)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_a_row_does_not_depend_on_the_others(m: int, device: str) -> None:
+    a, b, scale_a, scale_b = operands(16, 48, 640, device)
+    whole = run("block_scaled_mm_triton", a, b, scale_a, scale_b, None, torch.float32)
+    part = run("block_scaled_mm_triton", a[:m], b, scale_a[:m], scale_b, None, torch.float32)
+    assert torch.equal(part, whole[:m])
