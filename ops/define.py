@@ -29,7 +29,7 @@ class Kernel:
     """One implementation of an op.
 
     Args:
-        name: ``reference``, ``aten``, ``triton``, ``cute``, ``deep_gemm``.
+        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``cute``, ``deep_gemm``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
             checked by the op.
