@@ -85,19 +85,26 @@ def captured(call: Call, times: int = 1) -> Call:
 
 
 def in_turn(
-    calls: Mapping[str, Call], rounds: int, repeat: int = 1, *, events: bool = False
+    calls: Mapping[str, Call],
+    rounds: int,
+    repeat: int = 1,
+    *,
+    events: bool = False,
+    before: Call = lambda: None,
 ) -> dict[str, list[float]]:
     """Microseconds a call, the calls of a round in turn: wall time until the device is done; with
-    ``events`` the time between two CUDA events, without the host's share."""
+    ``events`` the time between two CUDA events, without the host's share. ``before`` runs before
+    each, untimed."""
     clock = _device_us if events else _wall_us
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(clock(call, repeat) / repeat)
+            times[name].append(clock(call, repeat, before) / repeat)
     return times
 
 
-def _wall_us(call: Call, repeat: int) -> float:
+def _wall_us(call: Call, repeat: int, before: Call) -> float:
+    before()
     synchronize()
     start = time.perf_counter_ns()
     for _ in range(repeat):
@@ -106,9 +113,10 @@ def _wall_us(call: Call, repeat: int) -> float:
     return (time.perf_counter_ns() - start) / 1e3
 
 
-def _device_us(call: Call, repeat: int) -> float:
+def _device_us(call: Call, repeat: int, before: Call) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    before()  # while the device is busy with it, the host enqueues the rest
     start.record()
     for _ in range(repeat):
         call()
