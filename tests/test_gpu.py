@@ -17,6 +17,9 @@ from compile_ext.ops import (
     block_scaled_mm,
     dequantize_fp8_blocks,
     dequantize_fp8_groups,
+    fp8_bmm,
+    grouped_block_scaled_mm,
+    grouped_block_scaled_mm_masked,
     quantize_fp8_blocks,
     quantize_fp8_groups,
     quantize_fp8_per_token,
@@ -175,3 +178,26 @@ def test_wrong_device_is_refused() -> None:
     a, scale = quantize_fp8_per_token(torch.randn(2, 16))
     with pytest.raises(compile_ext.CompileExtError, match="b on cuda:0 and a on cpu"):
         scaled_mm(a, a.cuda(), scale, scale)
+
+
+GROUPED = {
+    "contiguous": (grouped_block_scaled_mm, (6,), ([0, 2, -1, 1, 3, 2**31 - 1],)),
+    "masked": (grouped_block_scaled_mm_masked, (3, 6), ([0, 4, 99], 5)),
+    "heads": (fp8_bmm, (6, 3), ()),
+}
+
+
+@pytest.mark.parametrize(("op", "rows", "rest"), GROUPED.values(), ids=GROUPED)
+def test_grouped_gemms_equal_the_cpu_and_wait_for_nothing(op: Any, rows: Any, rest: Any) -> None:
+    fp8 = torch.float8_e4m3fn
+    a, b = torch.randn(*rows, 200).to(fp8), torch.randn(3, 130, 200).to(fp8)
+    counts = [torch.tensor(x).int() if isinstance(x, list) else x for x in rest]
+    args = (a, b, torch.rand(*rows, 2), torch.rand(3, 2, 2), *counts, torch.float32)
+    moved = [x.cuda() if isinstance(x, Tensor) else x for x in args]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = op(*moved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got.is_contiguous()
+    close(got.cpu(), op(*args), BFLOAT16)

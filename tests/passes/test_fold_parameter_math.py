@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+from compile_ext.layers import BlockFp8Linear
+from compile_ext.ops import grouped_block_scaled_mm_masked
+
 PASS = "fold_parameter_math"
 
 
@@ -141,3 +144,28 @@ def test_switched_off(rewrite: Any) -> None:
         HandPad(HAND_PADS["F.pad"]), torch.randn(5, 8), options={"compile_ext.disable": [PASS]}
     )
     assert got.of(PASS) == []
+
+
+class Experts(nn.Module):
+    """Keeps a layer for each expert, as checkpoints do, and stacks the weights on each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts: Any = nn.ModuleList(BlockFp8Linear(torch.randn(130, 200)) for _ in range(3))
+
+    def forward(self, a: Tensor, scale_a: Tensor) -> Tensor:
+        used = torch.full((3,), 4, dtype=torch.int32)
+        weight = torch.stack([e.weight for e in self.experts])
+        scale = torch.stack([e.weight_scale for e in self.experts])
+        return grouped_block_scaled_mm_masked(a, weight, scale_a, scale, used, 4)
+
+
+def test_experts_stacked_on_each_call(rewrite: Any) -> None:
+    a, scale_a = torch.randn(3, 5, 200).to(torch.float8_e4m3fn), torch.rand(3, 5, 2)
+    got = rewrite(Experts(), a, scale_a, options={"compile_ext.memory_budget": 2**20})
+    assert [fired for fired, _ in got.of(PASS)] == [True, True]
+    assert got.of("fold_weight_padding") == []
+    *_, scales, weights, used, _, _ = got.graph.splitlines()
+    assert scales == "arg8: float32[3, 2, 2] = stack"
+    assert weights == "arg9: float8_e4m3fn[3, 130, 200] = stack"
+    assert used == "arg10: int32[3] = full(4)"
