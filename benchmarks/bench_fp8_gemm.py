@@ -93,7 +93,9 @@ def columns(weights: Weights, m: int) -> tuple[dict[str, Call], dict[str, str]]:
             if reason is not None:
                 reasons[label] = reason
                 continue
-            error = relative_error(kernel.run(*first), want)
+            out = kernel.run(*first)
+            assert isinstance(out, Tensor)
+            error = relative_error(out, want)
             assert error <= RELATIVE_ERROR, f"{label} at {m, weights.n, weights.k}: {error:.2e}"
 
             def call(kernel: Any = kernel, left: Tensor = left, scale: Any = scale) -> None:

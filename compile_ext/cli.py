@@ -1,4 +1,4 @@
-"""The command line: ``compile-ext demo``."""
+"""The command line: ``compile-ext demo`` and ``compile-ext doctor``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 app = typer.Typer(
     help="What serving engines hand-code per layer, for every model under torch.compile.",
@@ -19,11 +20,6 @@ class Model(str, Enum):
 
     decoder = "decoder"
     smollm2 = "smollm2"
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps ``demo`` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -47,6 +43,17 @@ def demo(
 
         ok = run_smollm2(console, verbose)
     raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has of what the kernels need, and what to install."""
+    from compile_ext.doctor import examine
+
+    table = Table("", "found", "for", "")
+    for x in examine():
+        table.add_row(x.name, x.found or "-", x.use, x.reason or "ok")
+    Console().print(table)
 
 
 def main() -> None:

@@ -12,7 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_mm_aten, block_scaled_reference, checks, triton_support
+from compile_ext.ops import (
+    block_scaled_mm_aten,
+    block_scaled_mm_deep_gemm,
+    block_scaled_reference,
+    checks,
+    triton_support,
+)
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -93,6 +99,7 @@ OP = define_op(
     check=_check,
     fake=_fake,
     kernels=(
+        Kernel("deep_gemm", block_scaled_mm_deep_gemm.why_not, block_scaled_mm_deep_gemm.run),
         Kernel("aten", why_not=block_scaled_mm_aten.why_not, run=block_scaled_mm_aten.run),  # SM90
         Kernel(
             "triton_small_m", _why_not_small_m, triton_support.run_of("block_scaled_mm_small_m")

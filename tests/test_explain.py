@@ -83,8 +83,8 @@ def test_table() -> None:
 |                 |                 |   |    |    |           | - kernel aten: torch.mm(out_dtype=) runs on CUDA, the tensors are on cpu   |
 +-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+
 | layers.0-2.up   | block_scaled_mm | 1 | 64 | 64 | reference | - fold_weight_padding: N=64, K=64 need no padding                          |
-|                 |                 |   |    |    |           | - kernel aten, triton_small_m, triton: runs on CUDA, the tensors are on    |
-|                 |                 |   |    |    |           | cpu                                                                        |
+|                 |                 |   |    |    |           | - kernel deep_gemm, aten, triton_small_m, triton: runs on CUDA, the        |
+|                 |                 |   |    |    |           | tensors are on cpu                                                         |
 +-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+""",
     )
 

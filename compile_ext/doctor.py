@@ -1,0 +1,86 @@
+"""What this machine has of what the kernels need, and what to install where something lacks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from compile_ext.ops import deep_gemm_support, triton_support
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that kernels need.
+
+    Args:
+        name: what it is.
+        found: its version or model; "" where it is missing.
+        use: what it is for.
+        reason: why it cannot be used, and what to do; None where it can.
+    """
+
+    name: str
+    found: str
+    use: str
+    reason: str | None = None
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which one depends on the other."""
+    return [
+        Finding("Python", platform.python_version(), "everything"),
+        Finding("torch", torch.__version__, "everything"),
+        *_devices(),
+        _triton(),
+        _toolkit(),
+        _deep_gemm(),
+    ]
+
+
+def _devices() -> Iterator[Finding]:
+    use = "kernels other than the reference"
+    if torch.version.cuda is None:
+        yield Finding("CUDA device", "", use, "this torch is a CPU build: install a CUDA build")
+        return
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        found = f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
+        wanted = ".".join(map(str, triton_support.MIN_CAPABILITY))
+        too_old = (major, minor) < triton_support.MIN_CAPABILITY
+        reason = f"no kernel runs below compute capability {wanted}" if too_old else None
+        yield Finding(f"CUDA device {i}", found, use, reason)
+    if not torch.cuda.device_count():
+        yield Finding("CUDA device", "", use, "no device: look at what nvidia-smi says")
+
+
+def _triton() -> Finding:
+    use = "any shape, bias and dtype; few tokens"
+    if triton_support.is_installed():
+        return Finding("Triton", _version("triton"), use)
+    return Finding("Triton", "", use, "pip install triton: a CUDA build of torch brings its own")
+
+
+def _toolkit() -> Finding:
+    use = "DeepGEMM compiles with it"
+    found = deep_gemm_support.nvcc()
+    if found is None:
+        return Finding("nvcc", "", use, "install NVIDIA's CUDA toolkit, or set CUDA_HOME to it")
+    return Finding("nvcc", str(found), use)
+
+
+def _deep_gemm() -> Finding:
+    use = "block-scaled FP8 on Hopper"
+    return Finding(
+        "DeepGEMM", _version(deep_gemm_support.PACKAGE), use, deep_gemm_support.why_not()
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
