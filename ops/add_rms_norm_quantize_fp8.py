@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import checks, triton_support
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.rms_norm_quantize_fp8 import (
@@ -49,7 +49,14 @@ OP = define_op(
     " -> (Tensor q, Tensor scale, Tensor sum)",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=add_rms_norm_quantize_fp8_ref),),
+    kernels=(
+        Kernel(
+            "triton",
+            triton_support.why_not,
+            triton_support.run_of("rms_norm_quantize_fp8_triton", "run_add"),
+        ),
+        Kernel("reference", why_not=never, run=add_rms_norm_quantize_fp8_ref),
+    ),
     contract=OpContract(),
 )
 

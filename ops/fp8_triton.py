@@ -54,3 +54,11 @@ def round_to_e4m3(x):  # type: ignore[no-untyped-def]
     # Adding 1.5 * 2^23 spacings leaves the bits of one spacing and up, rounded to even.
     magic = (((exponent - 3 + 23) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return ((x + magic) - magic).to(tl.float16)
+
+
+@triton.jit
+def e4m3_bytes(x):  # type: ignore[no-untyped-def]
+    """The bytes of e4m3 values that float16 holds: the inverse of ``operand``."""
+    bits = (x * 0.00390625).to(tl.float16).to(tl.uint16, bitcast=True)  # 2^-8
+    byte = ((bits >> 7) & 0x7F) | ((bits >> 8) & 0x80)
+    return tl.where(x == x, byte, 0x7F).to(tl.uint8)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import checks, triton_support
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -76,7 +76,12 @@ OP = define_op(
     " -> (Tensor q, Tensor scale)",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=rms_norm_quantize_fp8_ref),),
+    kernels=(
+        Kernel(
+            "triton", triton_support.why_not, triton_support.run_of("rms_norm_quantize_fp8_triton")
+        ),
+        Kernel("reference", why_not=never, run=rms_norm_quantize_fp8_ref),
+    ),
     contract=OpContract(),
 )
 

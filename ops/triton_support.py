@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,11 +64,10 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def run_of(kernel: str) -> Callable[..., Tensor]:
-    """The ``run`` of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call."""
+def run_of(kernel: str, function: str = "run") -> Callable[..., Any]:
+    """A function of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call."""
 
-    def run(*args: object) -> Tensor:
-        result: Tensor = importlib.import_module(f"compile_ext.ops.{kernel}").run(*args)
-        return result
+    def run(*args: object) -> Any:
+        return getattr(importlib.import_module(f"compile_ext.ops.{kernel}"), function)(*args)
 
     return run

@@ -59,7 +59,7 @@ class Launch:
             elif value is None or value == 1 or (name.isupper() and len(name) > 1):
                 signature[name], constants[name] = "constexpr", value
             else:
-                signature[name] = "i32"
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
             # As Triton specialises: a pointer is aligned, a size or stride where it divides.
             if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
@@ -68,6 +68,8 @@ class Launch:
 
 
 def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    x, w = torch.zeros(4, K, dtype=BF16), torch.ones(K, dtype=BF16)
+    yield "rms_norm_quantize_fp8_triton", "norm", (x, w, 1e-6, True)
     b, scale_b = torch.zeros(N, K, dtype=FP8), torch.ones(5, 56)
     for m in (1, 16, 128):
         fp8, scale = torch.zeros(m, K, dtype=FP8), torch.ones(56, m).t()
