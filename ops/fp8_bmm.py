@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference
+from compile_ext.ops import block_scaled_reference, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import dequantize_fp8_groups
@@ -44,7 +44,14 @@ OP = define_op(
     f"{NAME}(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype) -> Tensor",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=fp8_bmm_ref),),
+    kernels=(
+        Kernel(
+            "triton",
+            triton_support.why_not,
+            triton_support.run_of("batched_block_scaled_mm_triton", "run_bmm"),
+        ),
+        Kernel("reference", why_not=never, run=fp8_bmm_ref),
+    ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", m_axis=0),
         prewait_reads=("b", "scale_b"),

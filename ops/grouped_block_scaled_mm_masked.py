@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference, checks
+from compile_ext.ops import block_scaled_reference, checks, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -82,7 +82,14 @@ OP = define_op(
     " SymInt expected_m, ScalarType out_dtype) -> Tensor",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=grouped_block_scaled_mm_masked_ref),),
+    kernels=(
+        Kernel(
+            "triton",
+            triton_support.why_not,
+            triton_support.run_of("batched_block_scaled_mm_triton", "run_masked"),
+        ),
+        Kernel("reference", why_not=never, run=grouped_block_scaled_mm_masked_ref),
+    ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", m_axis=1),
         # Not masked_m: a kernel before this one has just computed it.

@@ -68,9 +68,16 @@ class Launch:
 
 
 def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Kernel, a name for the call, and its arguments."""
     x, w = torch.zeros(4, K, dtype=BF16), torch.ones(K, dtype=BF16)
     yield "rms_norm_quantize_fp8_triton", "norm", (x, w, 1e-6, True)
     b, scale_b = torch.zeros(N, K, dtype=FP8), torch.ones(5, 56)
+    x, scale = torch.zeros(256, K, dtype=FP8), torch.ones(56, 256).t()
+    experts = torch.zeros(4, N, K, dtype=FP8), scale, torch.ones(4, 5, 56)
+    indices = torch.zeros(256, dtype=torch.int32)
+    yield "grouped_block_scaled_mm_triton", "experts", (x, *experts, indices, BF16)
+    x, scale = torch.zeros(256, 4, K, dtype=FP8), torch.ones(256, 4, 56)
+    yield "batched_block_scaled_mm_triton", "heads", (x, experts[0], scale, experts[2], BF16)
     for m in (1, 16, 128):
         fp8, scale = torch.zeros(m, K, dtype=FP8), torch.ones(56, m).t()
         for kernel in ("block_scaled_mm_small_m", "block_scaled_mm_triton"):
@@ -100,7 +107,7 @@ def main() -> None:
             original = module._kernel
             module._kernel = launch = Launch(original)
             try:
-                module.run(*args)
+                (module.run_bmm if call == "heads" else module.run)(*args)
             finally:
                 module._kernel = original
             made = launch.compile(arch)
