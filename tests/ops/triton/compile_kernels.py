@@ -28,6 +28,7 @@ TYPES = {
     torch.uint8: "*u8",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int32: "*i32",
 }
 OPTIONS = ("num_warps", "num_stages")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
