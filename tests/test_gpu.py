@@ -15,6 +15,7 @@ from compile_ext.demo.kernels import count_kernels
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops import (
     block_scaled_mm,
+    deep_gemm_support,
     dequantize_fp8_blocks,
     dequantize_fp8_groups,
     fp8_bmm,
@@ -70,7 +71,7 @@ def test_scaled_mm(m: int, n: int, scales: str, with_bias: bool) -> None:
     assert got.is_contiguous()
     if m:
         close(got, exact if bias is None else exact + bias.double(), BFLOAT16)
-    wanted = "aten" if m and n % 16 == 0 else "reference"
+    wanted = "aten" if m and n % 16 == 0 else "triton"
     assert kernel(OPS.scaled_mm.default, a, b, scale_a, scale_b, bias, torch.bfloat16) == wanted
 
 
@@ -95,7 +96,11 @@ def test_block_scaled_mm(m: int, n: int, k: int) -> None:
         assert got.is_contiguous()
         if m:
             close(got, exact, BFLOAT16)
-    wanted = "aten" if m and n % 16 == 0 and k % 16 == 0 else "reference"
+    wanted = "triton_small_m" if m <= 16 else "triton"
+    if m and n % 16 == 0 and k % 16 == 0:
+        wanted = "aten"
+    if m and n % 64 == 0 and k % 128 == 0 and deep_gemm_support.why_not() is None:
+        wanted = "deep_gemm"
     arguments = (a, b, scale_a, scale_b, None, torch.bfloat16)
     assert kernel(OPS.block_scaled_mm.default, *arguments) == wanted
 
