@@ -16,6 +16,7 @@ from compile_ext.passes.collect_gemm_sites import collect_gemm_sites
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
+from compile_ext.passes.fuse_norm_quantize import fuse_norm_quantize
 from compile_ext.passes.lower_router_linear import lower_router_linear
 from compile_ext.passes.printer import print_graph
 from compile_ext.passes.regions import mark_regions
@@ -28,6 +29,7 @@ Pass = Callable[[Graph, PassContext], None]
 
 PASSES: tuple[Pass, ...] = (
     fold_parameter_math,  # first: what it makes a constant, the next one can pad
+    fuse_norm_quantize,  # before padding, which computes a quantization at other extents
     fold_weight_padding,  # early: it changes N and K, which everything after it reads
     strip_placeholder_fills,  # after folding: a fill that fed a folded pad is gone by now
     lower_router_linear,  # makes the ops that specialize_m1 looks for

@@ -27,32 +27,46 @@ _ATEN_OPS = "compile_ext_aten_ops"  # meta key of a node: what was asked, and th
 _META_QUERY = torch.ops.prim.device.default  # says nothing of what is computed
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
+    """Notes the ATen ops that are called under it."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[OpOverload] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not _META_QUERY:
+        if not self._is_query(func):
             self.ops.append(func)
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _is_query(func: Any) -> bool:
+        return func is _META_QUERY
 
 
 def aten_ops(node: Node, scopes: Sequence[Any]) -> list[OpOverload] | None:
     """The ATen ops of a call that writes nothing that it is given, in order; None for other nodes
     and for calls of anything but ATen."""
     # Three passes ask; running a node on fakes takes 0.5 ms.
-    asked = node.target, node.args, node.kwargs
     known = node.meta.get(_ATEN_OPS)
-    if known is None or known[0] != asked:
+    if known is None or known[0] != (node.target, node.args, node.kwargs):
         found = run_on_fakes(node, scopes)
-        known = node.meta[_ATEN_OPS] = asked, None if found is None else found[1]
+        note_ops(node, None if found is None else found[1])
+        known = node.meta[_ATEN_OPS]
     ops: list[OpOverload] | None = known[1]
     return ops
 
 
+def note_ops(node: Node, ops: list[OpOverload] | None) -> None:
+    """What ``aten_ops`` is to answer, where a pass knows it."""
+    node.meta[_ATEN_OPS] = (node.target, node.args, node.kwargs), ops
+
+
 def run_on_fakes(
-    node: Node, scopes: Sequence[Any], values: Mapping[Node, Any] | None = None
+    node: Node,
+    scopes: Sequence[Any],
+    values: Mapping[Node, Any] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Any, list[OpOverload]] | None:
     """The result of such a call, with ``values`` in the place of these nodes, and its ATen ops."""
     if node.op not in ("call_function", "call_method") or written_arguments(node):
@@ -61,7 +75,7 @@ def run_on_fakes(
         return None
     if any(map(in_transform, (node, *node.all_input_nodes))):
         return None  # the wrappers of vmap and its like are dead after tracing
-    recorder = _Recorder()
+    recorder = recorder or Recorder()
     args, kwargs = substitute(node.args, values or {}), substitute(node.kwargs, values or {})
     value = call_on_fakes(node, args, kwargs, fake_mode(scopes), recorder)
     ops = recorder.ops

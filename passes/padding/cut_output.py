@@ -28,7 +28,7 @@ def cut_output(node: Node, n: int, ctx: PassContext) -> None:
     readers = list(node.users)
     cut = ctx.insert(node.next, operator.getitem, node, (..., slice(None, n)), like=node)
     views = {node: fake(cut)}
-    if all(_cannot_tell(x, views, ctx) for x in readers):
+    if all(cannot_tell(x, views, ctx) for x in readers):
         new = cut
         del views[node]
         for view, value in views.items():
@@ -42,7 +42,7 @@ def cut_output(node: Node, n: int, ctx: PassContext) -> None:
     ctx.stands_for(new, node)
 
 
-def _cannot_tell(reader: Node, views: dict[Node, Tensor], ctx: PassContext) -> bool:
+def cannot_tell(reader: Node, views: dict[Node, Tensor], ctx: PassContext) -> bool:
     """Whether a reader gives the same with ``views`` in the place of contiguous tensors; views of
     theirs are added."""
     try:
@@ -57,11 +57,11 @@ def _cannot_tell(reader: Node, views: dict[Node, Tensor], ctx: PassContext) -> b
         return False
     if storage(value) in {storage(x) for x in views.values()}:
         views[reader] = value
-        return all(_cannot_tell(x, views, ctx) for x in reader.users)
-    return _form(value, before)
+        return all(cannot_tell(x, views, ctx) for x in reader.users)
+    return same_form(value, before)
 
 
-def _form(x: Tensor, y: Tensor) -> bool:
+def same_form(x: Tensor, y: Tensor) -> bool:
     same = all(map(same_size, (*x.shape, *x.stride()), (*y.shape, *y.stride())))
     return same and (x.dtype, x.dim()) == (y.dtype, y.dim())
 

@@ -14,7 +14,10 @@ from torch.library import Library, register_fake
 
 import compile_ext
 from compile_ext import backend as backend_module
+from compile_ext.ops import define
+from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZE
 from compile_ext.ops.contract import Memory
+from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
 from compile_ext.passes import Decision, print_graph
 
 _LIBRARY = Library("compile_ext_tests", "DEF")
@@ -223,3 +226,13 @@ def _assert_same(got: Any, want: Any, tolerance: float) -> None:
     assert got.shape == want.shape
     assert got.stride() == want.stride()
     torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance, equal_nan=True)
+
+
+@pytest.fixture
+def norm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for the CPU that ``fuse_norm_quantize`` sees: without one it stands back there. The
+    ops themselves run their reference, as ever."""
+    for op in (RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE):
+        (reference,) = [k for k in define._DEFINITIONS[op].kernels if k.name == "reference"]
+        kernels = (define.Kernel("test", define.never, reference.run), reference)
+        monkeypatch.setitem(define._DEFINITIONS, op, define.OpDefinition(op, kernels))

@@ -1,0 +1,73 @@
+"""Find the norms with a 1x128 quantization behind them, and say how near ones differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_ext.passes.norm_quantize.expression import Expr
+from compile_ext.passes.norm_quantize.forms import LOW
+from compile_ext.passes.norm_quantize.nodes import NodeExpressions
+from compile_ext.passes.norm_quantize.patterns import (
+    is_layer_norm,
+    is_norm_and_quantization,
+    read_norm,
+    read_quantization,
+)
+from compile_ext.passes.norm_quantize.region import Region, find_region
+from compile_ext.passes.values import dtype_name, is_static, same_size, tensor
+
+
+def find_candidates(graph: Graph, exprs: NodeExpressions) -> Iterator[tuple[Node, Region | str]]:
+    """The first cast to float8 of each normed activation, with the region of all of them, or the
+    reason why it is none."""
+    groups: dict[Expr, list[Node]] = {}
+    for node in [x for x in graph.nodes if _casts_to_float8(x)]:
+        q = exprs.of(node)
+        if is_norm_and_quantization(q):
+            groups.setdefault(q, []).append(node)
+    for casts in groups.values():
+        yield casts[0], _read(casts, exprs)
+
+
+def _casts_to_float8(node: Node) -> bool:
+    out = tensor(node)
+    if out is None or out.dtype != torch.float8_e4m3fn or not node.op.startswith("call_"):
+        return False
+    inputs = [x.dtype for x in map(tensor, node.all_input_nodes) if x is not None]
+    return len(inputs) == 1 and inputs[0] in (torch.float32, *LOW.values())
+
+
+def _read(casts: Sequence[Node], exprs: NodeExpressions) -> Region | str:
+    out = tensor(casts[0])
+    assert out is not None
+    if not is_static(out.shape[-1]):
+        return "its last dimension is symbolic"
+    quantization = read_quantization(exprs.of(casts[0]), int(out.shape[-1]))
+    if isinstance(quantization, str):
+        return f"not the quantization of quantize_fp8_groups: {quantization}"
+    y = quantization.y
+    dtype = LOW.get(str(y.args[-1]), torch.float32) if y.op == "round" else torch.float32
+    norm = read_norm(y, dtype)
+    if isinstance(norm, str):
+        return f"not an RMSNorm: {norm}"
+    if is_layer_norm(norm.x):
+        return "not an RMSNorm: the mean is subtracted before it"
+    region = find_region(casts, quantization, norm, exprs)
+    return _why_unfit(region, out, dtype) or region
+
+
+def _why_unfit(region: Region, out: torch.Tensor, dtype: torch.dtype) -> str | None:
+    x, weight, k = tensor(region.x), tensor(region.weight), region.norm.k
+    assert x is not None
+    if x.dtype != dtype:
+        return f"x is {dtype_name(x)}, the normed activation {dtype_name(dtype)}"
+    if weight is not None and not (weight.numel() == weight.shape[-1] == k):
+        return f"its weight is {list(weight.shape)}, not [{k}]"
+    if any(t is not None and t.device != out.device for t in (x, weight)):
+        return "x, the weight and the result are on different devices"
+    if not same_size(x.numel(), out.numel()):
+        return "x is repeated before it is normed"
+    return None

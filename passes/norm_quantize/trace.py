@@ -1,0 +1,142 @@
+"""From nodes and functions to expressions: run on fakes, and watch the ATen ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
+from compile_ext.passes.norm_quantize.aten_rules import apply_rule
+from compile_ext.passes.norm_quantize.expression import Expr, Table
+from compile_ext.passes.norm_quantize.forms import Value
+from compile_ext.passes.purity import Recorder
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The tensor of this number in a trace: inputs first, then results in order."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Step:
+    op: OpOverload
+    args: Any
+    kwargs: Any
+    out: Ref
+
+
+class Trace(Recorder):
+    """The ATen ops of a call and what they hand to each other; ``inputs`` are its tensors."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.result: Ref | None = None
+        self.forms: list[tuple[Any, torch.dtype]] = []
+        self._tensors: list[Tensor] = []  # kept: an id belongs to a living object
+        self._refs: dict[int, Ref] = {}
+        for x in inputs:
+            self._add(x)
+        # One fake for two nodes (a write gives what it has written): which is meant?
+        self.is_clear = len(self._refs) == len(inputs)
+
+    def _add(self, x: Tensor) -> Ref:
+        ref = self._refs[id(x)] = Ref(len(self._tensors))
+        self._tensors.append(x)
+        self.forms.append((tuple(x.shape), x.dtype))
+        return ref
+
+    def ref(self, x: Any) -> Any:
+        return self._refs.get(id(x), Ref(-1)) if isinstance(x, Tensor) else x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COMPOSITES:
+            with self:
+                return _decomposed(func, *args, **(kwargs or {}))
+        before = _mapped(self.ref, args), _mapped(self.ref, kwargs or {})
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        first = out[0] if isinstance(out, tuple) and out else out
+        if isinstance(first, Tensor) and not self._is_query(func):
+            if func._schema.is_mutable:
+                self._forget_views(first)
+                self.steps.append(Step(func, *before, self._add(first)))
+            elif id(first) not in self._refs:
+                self.steps.append(Step(func, *before, self._add(first)))
+        return out
+
+    def done(self, result: Any) -> Trace:
+        """Note which tensor the call gives (of several the first), and let go of all of them."""
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        self.result = self._refs.get(id(first))
+        self._tensors, self._refs = [], {}
+        return self
+
+    def _forget_views(self, written: Tensor) -> None:
+        at = written.untyped_storage()._cdata
+        for x in self._tensors:
+            if x is not written and x.untyped_storage()._cdata == at:
+                self.is_clear = False
+
+
+def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Of the leaves of an argument; torch's tree_map takes 30 us."""
+    if isinstance(x, (tuple, list)):
+        return [_mapped(function, y) for y in x]
+    if isinstance(x, dict):
+        return {k: _mapped(function, v) for k, v in x.items()}
+    return function(x)
+
+
+# F.rms_norm is one op where eager has a kernel for it (CUDA), else what it is made of.
+_COMPOSITES = {aten._fused_rms_norm.default}
+
+
+def _decomposed(op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._decomp import get_decompositions  # loads all decompositions
+
+    return get_decompositions([op])[op](*args, **kwargs)
+
+
+def evaluate(trace: Trace, inputs: Sequence[Expr | None], make: Arithmetic) -> list[Expr | None]:
+    """The expression of each tensor in a trace, given those of its inputs."""
+    exprs = list(inputs)
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x
+        if x.at < 0:
+            return Value(None, (), torch.float32)
+        return Value(exprs[x.at], *trace.forms[x.at])
+
+    for step in trace.steps:
+        args, kwargs = _mapped(value, step.args), _mapped(value, step.kwargs)
+        out = Value(None, *trace.forms[step.out.at])
+        exprs.append(apply_rule(step.op, args, kwargs, out, make))
+    return exprs
+
+
+def expressions_of(
+    function: Callable[..., tuple[Tensor, ...]], inputs: dict[str, Tensor], table: Table
+) -> list[Expr]:
+    """What a function computes, as patterns in which its inputs are variables."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), enable_python_dispatcher(), FakeTensorMode() as mode:
+        given = {name: mode.from_tensor(x) for name, x in inputs.items()}
+        trace = Trace(list(given.values()))
+        with trace:
+            results = function(**given)
+    exprs = evaluate(trace, [table("var", name) for name in given], Arithmetic(table))
+    found = [exprs[trace.ref(x).at] for x in results]
+    assert all(x is not None for x in found), f"no rules for {function}: {trace.ops}"
+    return [x for x in found if x is not None]
