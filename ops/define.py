@@ -15,10 +15,11 @@ from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from compile_ext.ops.contract import OpContract
-from compile_ext.ops.errors import GradError
+from compile_ext.ops.errors import GradError, KernelError
 from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
+PINNED = "kernel"  # the argument that pins a kernel
 # What an op gives: one tensor, or several where its schema says ``-> (Tensor, Tensor)``.
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
@@ -52,8 +53,20 @@ class OpDefinition:
     overload: OpOverload
     kernels: tuple[Kernel, ...]
 
-    def kernel_for(self, *args: Any) -> tuple[Kernel, dict[str, str]]:
-        """The first kernel that can run these arguments, and why each earlier one cannot."""
+    @property
+    def name(self) -> str:
+        """Of the op, without the namespace."""
+        return str(self.overload._schema.name).removeprefix(f"{NAMESPACE}::")
+
+    def kernel_for(self, *args: Any, pinned: str | None = None) -> tuple[Kernel, dict[str, str]]:
+        """The first kernel that can run these arguments, and why each earlier one cannot; or the
+        ``pinned`` one.
+
+        Raises:
+            KernelError: the op has no such kernel, or it cannot run these arguments.
+        """
+        if pinned is not None:
+            return self._named(pinned, args), {}
         reasons: dict[str, str] = {}
         for kernel in self.kernels:
             reason = kernel.why_not(*args)
@@ -61,6 +74,18 @@ class OpDefinition:
                 return kernel, reasons
             reasons[kernel.name] = reason
         raise AssertionError(f"{self.overload} has no reference kernel")  # define_op sees to it
+
+    def _named(self, name: str, args: tuple[Any, ...]) -> Kernel:
+        kernel = next((k for k in self.kernels if k.name == name), None)
+        if kernel is None:
+            names = ", ".join(k.name for k in self.kernels)
+            raise KernelError(self.name, f"kernel {name!r}", names, "name one of them, or none")
+        reason = kernel.why_not(*args)
+        if reason is not None:
+            found = f"kernel {name!r}, which cannot run this call: {reason}"
+            wanted = "a kernel that can"
+            raise KernelError(self.name, found, wanted, "pin another one, or none")
+        return kernel
 
 
 _DEFINITIONS: dict[OpOverload, OpDefinition] = {}
@@ -79,7 +104,8 @@ def define_op(
     kernels: tuple[Kernel, ...],
     contract: OpContract,
 ) -> OpOverload:
-    """Register ``compile_ext::<schema>`` and return its overload.
+    """Register ``compile_ext::<schema>``, with a last argument ``str? kernel=None`` that pins a
+    kernel by name, and return its overload.
 
     Args:
         check: raises a CompileExtError for arguments that the op refuses; runs in the fake (so that
@@ -92,14 +118,22 @@ def define_op(
         raise AssertionError(f"the last kernel of {schema} must be the reference")
     name = schema.split("(", 1)[0]
     # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    pinnable = schema.replace(") ->", f", str? {PINNED}=None) ->", 1)
+    _LIBRARY.define(pinnable, tags=(torch.Tag.pt2_compliant_tag,))
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     definition = OpDefinition(overload, kernels)
+    count = len(overload._schema.arguments) - 1
 
-    def run(*args: Any) -> Result:
+    def checked(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], str | None]:
+        """The arguments, and the kernel, which the dispatcher leaves out where it is None."""
+        args, pinned = given[:count], (given[count] if len(given) > count else None)
         _refuse_grad(overload, args)
         check(*args)
-        kernel = definition.kernel_for(*args)[0]
+        return args, pinned
+
+    def run(*given: Any) -> Result:
+        args, pinned = checked(given)
+        kernel = definition.kernel_for(*args, pinned=pinned)[0]
         device = args[0].device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
@@ -107,9 +141,10 @@ def define_op(
                 return kernel.run(*args)
         return kernel.run(*args)
 
-    def run_fake(*args: Any) -> Result:
-        _refuse_grad(overload, args)
-        check(*args)
+    def run_fake(*given: Any) -> Result:
+        args, pinned = checked(given)
+        if pinned is not None:
+            definition.kernel_for(*args, pinned=pinned)  # so that the error comes at trace time
         return fake(*args)
 
     # One kernel for all devices: the choice between implementations is `kernel_for`, which can say
@@ -127,7 +162,7 @@ def _refuse_grad(op: OpOverload, args: tuple[Any, ...]) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    for argument, value in zip(op._schema.arguments, args, strict=True):
+    for argument, value in zip(op._schema.arguments, args, strict=False):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise GradError(
                 op._schema.name.removeprefix(f"{NAMESPACE}::"),

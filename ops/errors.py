@@ -75,6 +75,10 @@ class ChildTrace(Exception):
     """The cause of what an op raises under ``check_contract``: the child process's traceback."""
 
 
+class KernelError(CompileExtError, ValueError):
+    """A kernel that a call asks for by name is none of its op's, or cannot run it."""
+
+
 class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 

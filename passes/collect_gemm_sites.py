@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph
 
 from compile_ext.ops.contract import Gemm, m_of_gemm
-from compile_ext.ops.define import definition_of
+from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.op_calls import OpCall, overload, read_call
@@ -68,8 +68,9 @@ def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:
     definition = definition_of(call.op)
     if definition is None:
         return "-", ()
-    values: dict[str, Any] = fakes(call.arguments)
-    kernel, reasons = definition.kernel_for(*values.values())
+    values: dict[str, Any] = dict(fakes(call.arguments))
+    pinned = values.pop(PINNED)
+    kernel, reasons = definition.kernel_for(*values.values(), pinned=pinned)
     names: dict[str, list[str]] = {}  # one line for all that say the same
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

@@ -45,8 +45,17 @@ class OpCall:
             return
         schema = self.op._schema.arguments
         self.node.target = op or self.op
-        self.node.args = tuple(self.arguments[a.name] for a in schema if not a.kwarg_only)
+        positional = [a for a in schema if not a.kwarg_only]
+        while positional and _is_default(positional[-1], self.arguments):
+            positional.pop()
+        self.node.args = tuple(self.arguments[a.name] for a in positional)
         self.node.kwargs = {a.name: self.arguments[a.name] for a in schema if a.kwarg_only}
+
+
+def _is_default(argument: Any, arguments: dict[str, Any]) -> bool:
+    value = arguments[argument.name]
+    is_plain = not isinstance(value, Node) and argument.has_default_value()
+    return is_plain and value is argument.default_value
 
 
 def read_call(node: Node) -> OpCall | None:
