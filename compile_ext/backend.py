@@ -53,7 +53,9 @@ def compile_ext_backend(
     parsed = Options.parse(mode, options)
     start = time.perf_counter()
     cost = homes.cost if parsed.rehome else homes.cost_in_place
-    ctx = PassContext(copy_module(gm), inputs, parsed.memory_budget, cost, parsed.poison)
+    ctx = PassContext(
+        copy_module(gm), inputs, parsed.memory_budget, cost, parsed.poison, parsed.kernels
+    )
     run_passes(ctx, parsed.disable)
 
     derived = zip(ctx.derived.inputs(), ctx.derived.fakes(), strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from compile_ext.ops.define import definitions
 from compile_ext.ops.errors import OptionError
 from compile_ext.passes import PASS_NAMES
 
@@ -20,6 +21,7 @@ OWN_OPTIONS = {
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
+    "compile_ext.kernels": 'a dict of ops and the kernel that runs them: {"scaled_mm": "triton"}',
     "compile_ext.memory_budget": "bytes for what is computed from weights once (default: pads, and"
     " other results up to 1/8 of the weights)",
     "compile_ext.poison": "True: what an op does not read or overwrites is NaN, so that a false"
@@ -38,6 +40,7 @@ class Options:
             comma-separated).
         check: compare the original and the rewritten graph on the first call.
         inner: what compiles the rewritten graph.
+        kernels: for an op, the one kernel that may run its calls.
         memory_budget: bytes for derived constants, or None for the default.
         poison: whether what an op does not read, or overwrites, is NaN.
         rehome: whether a parameter may move into its padded buffer.
@@ -50,6 +53,7 @@ class Options:
     memory_budget: int | None = None
     poison: bool = False
     rehome: bool = True
+    kernels: dict[str, str] = field(default_factory=dict)
     inductor: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -91,6 +95,7 @@ class Options:
             memory_budget=budget,
             poison=_flag(own, "compile_ext.poison", False),
             rehome=_flag(own, "compile_ext.rehome", True),
+            kernels=_kernels(own.get("compile_ext.kernels", {})),
             inductor=_inductor(mode, rest) if inner == "inductor" else {},
         )
 
@@ -114,6 +119,19 @@ def _disabled(value: Any) -> frozenset[str]:
         if name not in PASS_NAMES:
             raise _unknown(f"pass in compile_ext.disable or {DISABLE_VARIABLE}", name, PASS_NAMES)
     return frozenset(names)
+
+
+def _kernels(value: Any) -> dict[str, str]:
+    name = "compile_ext.kernels"
+    if not isinstance(value, Mapping):
+        raise _bad(name, value, "a dict of ops and kernels", 'write e.g. {"scaled_mm": "aten"}')
+    kernels = {d.name: [k.name for k in d.kernels] for d in definitions()}
+    for op, kernel in value.items():
+        if op not in kernels:
+            raise _unknown(f"op in {name}", op, kernels)
+        if kernel not in kernels[op]:
+            raise _unknown(f"kernel of {op} in {name}", kernel, kernels[op])
+    return dict(value)
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,11 @@ def definition_of(op: OpOverload) -> OpDefinition | None:
     return _DEFINITIONS.get(op)
 
 
+def definitions() -> tuple[OpDefinition, ...]:
+    """All ops of this package."""
+    return tuple(_DEFINITIONS.values())
+
+
 def define_op(
     schema: str,
     *,

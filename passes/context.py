@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class PassContext:
         memory_budget: bytes for derived constants, None for the default (see ``budget.py``).
         cost: ``(derivation, parameter, bytes of the result) -> bytes`` that a constant takes.
         poison: what an op does not read is NaN (``compile_ext.poison``).
+        kernels: for an op, by its name without the namespace, the kernel that its calls name.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
@@ -50,6 +51,7 @@ class PassContext:
     memory_budget: int | None = None
     cost: Callable[[Derivation, Tensor, int], int] = lambda how, p, nbytes: nbytes
     poison: bool = False
+    kernels: Mapping[str, str] = field(default_factory=dict)
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.

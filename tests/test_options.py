@@ -13,7 +13,7 @@ from compile_ext.passes import PASS_NAMES
 
 
 def test_defaults() -> None:
-    assert Options.parse() == Options(frozenset(), False, "inductor", None, False, True, {})
+    assert Options.parse() == Options(frozenset(), False, "inductor", None, False, True, {}, {})
 
 
 def test_own_and_inductor_options_side_by_side() -> None:
@@ -52,6 +52,12 @@ REFUSED = {
     "disable as text": (
         {"compile_ext.disable": "specialize_m1"},
         ["compile_ext.disable", "a list"],
+    ),
+    "kernels as text": ({"compile_ext.kernels": "triton"}, ["compile_ext.kernels", "a dict"]),
+    "kernels of no op": ({"compile_ext.kernels": {"scaled_m": "aten"}}, ["did you mean scaled_mm"]),
+    "kernels of another op": (
+        {"compile_ext.kernels": {"scaled_mm": "deep_gemm"}},
+        ["kernel of scaled_mm", "'deep_gemm'", "one of aten, triton, reference"],
     ),
     "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),
     "inner": ({"compile_ext.inner": "nvfuser"}, ["'nvfuser'", "inductor, aot_eager, eager"]),

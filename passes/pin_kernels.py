@@ -1,0 +1,32 @@
+"""Name the kernel of an op's calls, where the user has pinned one (``compile_ext.kernels``).
+
+    before: y = scaled_mm(a, b, ..., dtype)          after: y = scaled_mm(a, b, ..., dtype, "aten")
+
+Legal: always; a kernel that cannot run the call is an error when the graph is compiled, or when it
+runs where that depends on M.
+Bails: the call names a kernel itself.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from compile_ext.ops.define import PINNED, definition_of
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.op_calls import read_call
+
+
+def pin_kernels(graph: Graph, ctx: PassContext) -> None:
+    for node in list(graph.nodes) if ctx.kernels else ():
+        call = read_call(node)
+        definition = definition_of(call.op) if call is not None else None
+        if call is None or definition is None or definition.name not in ctx.kernels:
+            continue
+        kernel = ctx.kernels[definition.name]
+        named = call.arguments[PINNED]
+        reason = ctx.stand_back(node) or (f"the call names {named}" if named else None)
+        if reason:
+            ctx.skipped(node, reason)
+            continue
+        ctx.rewrite(call, {PINNED: kernel})
+        ctx.fired(node, f"kernel {kernel}")
