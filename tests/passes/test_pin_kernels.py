@@ -76,7 +76,7 @@ def test_a_call_that_names_one_itself(rewrite: Any) -> None:
 
 @torch.no_grad()
 def test_a_kernel_that_cannot_run_is_an_error() -> None:
-    options = {"compile_ext.inner": "eager", "compile_ext.kernels": {"scaled_mm": "aten"}}
+    options: Any = {"compile_ext.inner": "eager", "compile_ext.kernels": {"scaled_mm": "aten"}}
     compiled = torch.compile(Linear(), backend="compile_ext", options=options)
     with pytest.raises(TorchDynamoException, match="runs on CUDA, the tensors are on cpu") as error:
         compiled(*operands())
@@ -86,9 +86,8 @@ def test_a_kernel_that_cannot_run_is_an_error() -> None:
 @torch.no_grad()
 def test_explain_says_what_runs() -> None:
     model = Linear()
-    compiled = torch.compile(
-        model, backend="compile_ext", options={"compile_ext.inner": "eager", **PINNED}
-    )
+    options: Any = {"compile_ext.inner": "eager", **PINNED}
+    compiled = torch.compile(model, backend="compile_ext", options=options)
     compiled(*operands())
     [row] = compile_ext.explain(compiled).rows
     assert row.site is not None
