@@ -80,10 +80,6 @@ class Arithmetic:
     def unary(self, name: str, x: Value, dtype: torch.dtype) -> Expr | None:
         if x.expr is None or x.dtype != dtype or not dtype.is_floating_point:
             return None
-        if name == "reciprocal" and x.expr.op == "sqrt" and dtype == FLOAT32:
-            # The same bits on the CPU; on CUDA, rsqrt is within 2 ulp (CUDA C++ Programming Guide,
-            # mathematical functions), as another order of the sum before it is.
-            return self.new("rsqrt", *x.expr.args)
         # An absolute value is exact: it has no dtype of its own.
         return self.new(name if name == "abs" else named(name, dtype), x.expr)
 

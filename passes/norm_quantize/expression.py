@@ -29,6 +29,7 @@ class Expr:
 
     op: str
     args: tuple[Any, ...]
+    number: int = 0  # in the order in which they were made
 
     def __str__(self) -> str:
         """One level of it."""
@@ -83,11 +84,11 @@ class Table:
 
     def __call__(self, op: str, *args: Any) -> Expr:
         if op in COMMUTATIVE:
-            # A number stands behind: of two expressions either order matches.
-            args = tuple(sorted(args, key=lambda x: not isinstance(x, Expr)))
+            last = len(self._made)
+            args = tuple(sorted(args, key=lambda x: x.number if isinstance(x, Expr) else last))
         # 2 == 2.0 == True: their types belong to the key.
         key = (op, *((type(x), x) for x in args))
-        return self._made.setdefault(key, Expr(op, args))
+        return self._made.setdefault(key, Expr(op, args, len(self._made)))
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Match:
     found: dict[Expr, Expr] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     misfit: tuple[Expr, Expr] | None = None
-    most: int = -1
+    most: tuple[int, bool] = (-1, False)
 
     def fits(self, pattern: Expr, expr: Expr) -> bool:
         if pattern in self.found:
@@ -141,6 +142,8 @@ class Match:
         return (is_number and self.numbers.setdefault(name, x) == x) or self._miss(pattern, expr)
 
     def _miss(self, pattern: Expr, expr: Expr) -> bool:
-        if len(self.found) > self.most:
-            self.most, self.misfit = len(self.found), (pattern, expr)
+        # A leaf says least: it may stand there because the other order of two factors was tried.
+        rank = len(self.found), expr.op != "leaf"
+        if rank > self.most:
+            self.most, self.misfit = rank, (pattern, expr)
         return False

@@ -111,7 +111,7 @@ def _norm_patterns(
     return tuple(patterns)
 
 
-def _matched(match: Match) -> int:
+def _matched(match: Match) -> tuple[int, bool]:
     return match.most
 
 

@@ -136,6 +136,10 @@ def by_sqrt(x: Tensor) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
 
 
+def one_over_sqrt(x: Tensor) -> Tensor:  # one bit away in float32, on the CPU as well
+    return x * (1 / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
 def eps_outside(x: Tensor) -> Tensor:
     return x * (1 / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + EPS))
 
@@ -173,6 +177,7 @@ def cubed(x: Tensor) -> Tensor:
 NORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "LayerNorm": (layer_norm, "the mean is subtracted before it"),
     "x / sqrt": (lambda x, w: normed(x, w, by_sqrt), "it has div(..., ...) where"),
+    "1 / sqrt": (lambda x, w: normed(x, w, one_over_sqrt), "reciprocal(...) where"),
     "eps outside the root": (lambda x, w: normed(x, w, eps_outside), "reciprocal(...) where"),
     "eps as a floor": (lambda x, w: normed(x, w, eps_as_floor), "clamp(..., 1e-06, None) where"),
     "L2": (lambda x, w: normed(x, w, l2_norm), "sum(..., 256) where"),
@@ -241,3 +246,8 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_no_candidate(rewrite: Any, case: str) -> None:
     assert rewrite(Model(OTHERS[case]), tokens(5, K)).of(PASS) == []
+
+
+def test_one_over_sqrt_has_other_bits() -> None:
+    x = torch.rand(4096) + 0.1
+    assert not torch.equal(torch.rsqrt(x), 1 / torch.sqrt(x))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compile_ext.ops import quantize_fp8_groups
 
@@ -163,6 +164,40 @@ def test_not_when_the_result_is_written(rewrite: Any) -> None:
 
     got = rewrite(Model(body), tokens(5, K))
     assert got.of(PASS) == [(False, "mul_ writes what it computes")]
+
+
+def test_not_when_a_body_writes_x_in_between(rewrite: Any) -> None:
+    def body(x: Tensor, w: Tensor, linear: Tensor) -> Any:
+        x = x.sin()
+        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+        checkpoint(lambda t: t.mul_(2).sum(), x, use_reentrant=False)
+        return quantize_fp8_groups((x.float() * r * w).to(x.dtype))
+
+    got = rewrite(Model(body), tokens(5, K))
+    reason = "a body of a higher-order op writes what it reads or gives"
+    assert got.of(PASS) == [(False, reason)]
+
+
+def test_the_sum_stays_where_it_is_written_before_the_norm(rewrite: Any) -> None:
+    def body(x: Tensor, h: Tensor, w: Tensor, linear: Tensor) -> Any:
+        x = x + h
+        x.mul_(2)
+        return *quantize_fp8_groups(norm(x, w)), x
+
+    assert rewrite(Model(body), tokens(5, K), tokens(5, K)).of(PASS) == FIRED
+
+
+def test_a_buffer_that_is_read_before_it_is_filled_stays(rewrite: Any) -> None:
+    def body(x: Tensor, w: Tensor, linear: Tensor) -> Any:
+        out = torch.empty(5, 2)
+        early = torch.zeros_like(out)
+        q, scale = quantize_fp8_groups(norm(x, w))
+        out.copy_(scale)
+        return q, out, early
+
+    got = rewrite(Model(body), tokens(5, K))
+    assert got.of(PASS) == FIRED
+    assert ".copy_(" in got.graph
 
 
 def test_x_may_be_written_afterwards(rewrite: Any) -> None:

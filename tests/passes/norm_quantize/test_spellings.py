@@ -45,9 +45,9 @@ def t5(x: Tensor, w: Tensor) -> Tensor:
     return w * (x * torch.rsqrt(variance + EPS)).to(w.dtype)
 
 
-def one_over_sqrt(x: Tensor, w: Tensor) -> Tensor:
+def product(x: Tensor, w: Tensor) -> Tensor:
     wide = x.float()
-    return (wide * (1 / torch.sqrt((wide * wide).mean([-1], True) + EPS)) * w).to(x.dtype)
+    return (wide * torch.rsqrt((wide * wide).mean([-1], True) + EPS) * w).to(x.dtype)
 
 
 def power(x: Tensor, w: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def power(x: Tensor, w: Tensor) -> Tensor:
 def sum_over_k(x: Tensor, w: Tensor) -> Tensor:
     wide = x.float()
     variance = wide.square().sum(-1, keepdim=True) / x.shape[-1]
-    return torch.mul(wide, variance.add(EPS).sqrt().reciprocal()).mul(w).to(x.dtype)
+    return torch.mul(wide, variance.add(EPS).rsqrt()).mul(w).to(x.dtype)
 
 
 def unsqueezed(x: Tensor, w: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ NORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "Gemma": (gemma, False),
     "gpt-oss": (gpt_oss, False),
     "T5": (t5, True),
-    "1 / sqrt": (one_over_sqrt, False),
+    "product": (product, False),
     "pow": (power, False),
     "sum / k": (sum_over_k, False),
     "unsqueezed": (unsqueezed, True),
