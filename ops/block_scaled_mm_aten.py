@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from compile_ext.ops.checks import is_zero
+from compile_ext.ops import tma_rows
+from compile_ext.ops.checks import FP8, is_zero
 from compile_ext.ops.quantize import quantize_fp8_groups
 
 CAPABILITY = (9, 0)
@@ -40,8 +41,9 @@ def why_not(
     n, k = b.shape
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
-    if a.stride(0) % ALIGNMENT or b.stride(0) % ALIGNMENT:
-        return f"needs row strides in multiples of {ALIGNMENT} elements"
+    reason = tma_rows.why_not(b=b) if a.dtype != FP8 else tma_rows.why_not(a=a, b=b)
+    if reason:
+        return reason
     if out_dtype not in _OUT:
         return f"gives bfloat16 or float32, wanted {out_dtype}"
     if bias is not None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_support
+from compile_ext.ops import deep_gemm_support, tma_rows
 from compile_ext.ops.checks import FP8, is_zero
 from compile_ext.ops.triton_support import device_of
 
 CAPABILITY = (9, 0)
 N_MULTIPLE, K_MULTIPLE = 64, 128
-ROW_BYTES = 16  # TMA: the stride of a row
 _SCALE_ROWS = 4  # a column of scale_a begins at a multiple of 16 bytes
 
 
@@ -36,8 +35,9 @@ def why_not(
     if n % N_MULTIPLE or k % K_MULTIPLE or not k:
         wanted = f"N in multiples of {N_MULTIPLE} and K in multiples of {K_MULTIPLE}"
         return f"needs {wanted}, found N={n}, K={k}"
-    if a.stride(0) % ROW_BYTES or b.stride(0) % ROW_BYTES:
-        return f"needs row strides in multiples of {ROW_BYTES} elements"
+    reason = tma_rows.why_not(a=a, b=b)
+    if reason:
+        return reason
     if not scale_b.is_contiguous():
         return "needs scale_b contiguous"
     if out_dtype != torch.bfloat16:
@@ -62,6 +62,8 @@ def run(
     assert scale_a is not None  # why_not wants an FP8 a, which has one
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     with device_of(a):
+        # One row of scales has no stride that matters, but DeepGEMM compares it.
+        scale_b = scale_b.as_strided(scale_b.shape, (scale_b.shape[1], 1))
         deep_gemm.fp8_gemm_nt((a, _column_major(scale_a)), (b, scale_b), out)
     return out
 
@@ -71,7 +73,7 @@ def _column_major(scale: Tensor) -> Tensor:
     another form, DeepGEMM would compile a kernel to transpose it."""
     m, groups = scale.shape
     strides = 1, -(-m // _SCALE_ROWS) * _SCALE_ROWS
-    if scale.stride() == strides or (groups == 1 and scale.stride(0) == 1):
+    if scale.stride() == strides and tma_rows.why_not(scale=scale.t()) is None:
         return scale
     aligned = torch.empty_strided((m, groups), strides, dtype=scale.dtype, device=scale.device)
     return aligned.copy_(scale)

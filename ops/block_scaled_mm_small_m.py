@@ -26,63 +26,77 @@ from compile_ext.ops.triton_support import device_of, has_fp8, readable
 
 _BLOCK_N = 16  # rows of one tensor core instruction; divides 128, the rows of one weight scale
 _SLICES, _WARPS = 8, 8
-# Steps of 16 KiB that the registers hold, without a spill: as e4m3, or decoded as they come.
-_MAX_AHEAD, _MAX_AHEAD_DECODED = 7, 2
+# Steps of 16 KiB that the registers hold without a spill where K is a multiple of 128 and rows are
+# aligned: as e4m3; as e4m3 beside an activation that is quantized here; decoded as they come.
+_AHEAD, _AHEAD_QUANTIZES, _AHEAD_DECODED = 7, 4, 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weight(  # type: ignore[no-untyped-def]
-    rows, valid, scales, stride_scale_k, step, K,
+    rows, in_n, scales, stride_scale_k, step, K,
     SLICES: tl.constexpr,
 ):  # fmt: skip
     """The weight [SLICES, BLOCK_N, 128] of one step, and its scales [SLICES, 1, 1]."""
     group = step * SLICES + tl.arange(0, SLICES)
     at = group[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
-    w = tl.load(rows + at, mask=valid & (at < K), other=0.0)
+    w = tl.load(rows[None, :, None] + at, mask=in_n[None, :, None] & (at < K), other=0.0)
     scale = tl.load(scales + group * stride_scale_k, mask=group * 128 < K, other=0.0)
     return w, scale[:, None, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _products(  # type: ignore[no-untyped-def]
+    w, weight_scale, rows, in_m, scales, stride_scale_k, step, K,
+    QUANTIZES: tl.constexpr, HAS_FP8: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """The products [SLICES, BLOCK_N, BLOCK_M] of one step, scaled."""
+    group = (step * SLICES + tl.arange(0, SLICES))[:, None, None]
+    at = group * 128 + tl.arange(0, 128)[None, :, None]
+    in_m = in_m[None, None, :]
+    x = tl.load(rows[None, None, :] + at, mask=in_m & (at < K), other=0.0)
+    if QUANTIZES:
+        x, scale = quantize(x, 1, HAS_FP8)
+    else:
+        x = operand(x, HAS_FP8)
+        where = scales[None, None, :] + group.to(tl.int64) * stride_scale_k
+        scale = tl.load(where, mask=in_m & (group * 128 < K), other=0.0)
+    return tl.dot(operand(w, HAS_FP8), x) * (scale * weight_scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
-    M, N, K,
+    M, N, K, STEPS,
     stride_a, stride_b, stride_scale_a_m, stride_scale_a_k, stride_scale_b_n, stride_scale_b_k,
+    stride_bias,
     QUANTIZES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    # 64 bits: an LM head has more than 2^31 elements.
-    rows = b + n.to(tl.int64)[None, :, None] * stride_b
-    in_n, in_m = (n < N)[None, :, None], (m < M)[None, None, :]
-    scales = scale_b + (first // 128).to(tl.int64) * stride_scale_b_n
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    # 64 bits: an LM head has more than 2^31 elements, and rows of a can lie far apart.
+    n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M).to(tl.int64)
+    in_n, in_m = n < N, m < M
+    w_rows, w_scales = b + n * stride_b, scale_b + first // 128 * stride_scale_b_n
+    x_rows, x_scales = a + m * stride_a, scale_a + m * stride_scale_a_m
     ahead = ()
     for step in tl.static_range(AHEAD):
-        ahead += (_weight(rows, in_n, scales, stride_scale_b_k, step, K, SLICES),)  # type: ignore[assignment]
+        ahead += (_weight(w_rows, in_n, w_scales, stride_scale_b_k, step, K, SLICES),)  # type: ignore[assignment]
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.static_range(STEPS):
-        group = step * SLICES + tl.arange(0, SLICES)
-        at = group[:, None, None] * 128 + tl.arange(0, 128)[None, :, None]
-        x = tl.load(a + m[None, None, :] * stride_a + at, mask=in_m & (at < K), other=0.0)
-        if QUANTIZES:
-            x, scale = quantize(x, 1, HAS_FP8)
-        else:
-            x = operand(x, HAS_FP8)
-            where = m[None, None, :] * stride_scale_a_m + group[:, None, None] * stride_scale_a_k
-            mask = in_m & (group[:, None, None] * 128 < K)
-            scale = tl.load(scale_a + where, mask=mask, other=0.0)
-        if step < AHEAD:
-            w, weight_scale = ahead[step]  # type: ignore[var-annotated]
-        else:
-            w, weight_scale = _weight(rows, in_n, scales, stride_scale_b_k, step, K, SLICES)
-        acc += tl.dot(operand(w, HAS_FP8), x) * (scale * weight_scale)
+    for step in tl.static_range(AHEAD):
+        w, scale = ahead[step]  # type: ignore[var-annotated]
+        acc += _products(
+            w, scale, x_rows, in_m, x_scales, stride_scale_a_k, step, K, QUANTIZES, HAS_FP8, SLICES
+        )
+    for step in range(AHEAD, STEPS):
+        w, scale = _weight(w_rows, in_n, w_scales, stride_scale_b_k, step, K, SLICES)
+        acc += _products(
+            w, scale, x_rows, in_m, x_scales, stride_scale_a_k, step, K, QUANTIZES, HAS_FP8, SLICES
+        )
     result = tl.sum(acc, 0)
     if HAS_BIAS:
-        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        result += tl.load(bias + n * stride_bias, mask=in_n, other=0.0).to(tl.float32)[:, None]
     where = out + m[None, :] * N + n[:, None]
-    tl.store(where, result.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    tl.store(where, result.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
 
 def run(
@@ -100,15 +114,17 @@ def run(
     steps = triton.cdiv(blocks_of(k), _SLICES)
     quantizes = a.dtype == torch.bfloat16
     scale = scale_b if quantizes or scale_a is None else scale_a  # not read where it quantizes
+    ahead = (_AHEAD_QUANTIZES if quantizes else _AHEAD) if has_fp8(a) else _AHEAD_DECODED
     kernel: Any = _kernel
     with device_of(a):
         kernel[(triton.cdiv(n, _BLOCK_N),)](
             readable(a), readable(b), scale, scale_b, bias, out,
-            m, n, k,
+            m, n, k, steps,
             a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
+            0 if bias is None else bias.stride(0),
             QUANTIZES=quantizes, HAS_BIAS=bias is not None, HAS_FP8=has_fp8(a),
             BLOCK_M=8 if m <= 8 else 16, BLOCK_N=_BLOCK_N, SLICES=_SLICES,
-            STEPS=steps, AHEAD=min(steps, _MAX_AHEAD if has_fp8(a) else _MAX_AHEAD_DECODED),
+            AHEAD=min(steps, ahead),
             num_warps=_WARPS,
         )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from compile_ext.ops.block_scaled_tile_triton import tile_product
 from compile_ext.ops.quantize import BLOCK
 from compile_ext.ops.triton_support import device_of, has_fp8, readable, tile
 
-_ROWS_OF_TILES = 8  # tiles that run together share b and a in the L2
+_TILE_ROWS = 8  # whose tiles run together, and share b in the L2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -21,12 +21,13 @@ def _kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
     M, N, K,
     stride_a, stride_b, stride_scale_a_m, stride_scale_a_k, stride_scale_b_n, stride_scale_b_k,
+    stride_bias,
     QUANTIZES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FP8: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = tl.swizzle2d(
-        tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, GROUP
+        tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, TILE_ROWS
     )
     # 64 bits: an LM head has more than 2^31 elements.
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,7 +39,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         QUANTIZES, HAS_FP8, EVEN_K, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n * stride_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
     mask = (m < M)[:, None] & (n < N)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
@@ -65,8 +66,9 @@ def run(
             readable(a), readable(b), scale, scale_b, bias, out,
             m, n, k,
             a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
+            0 if bias is None else bias.stride(0),
             QUANTIZES=quantizes, HAS_BIAS=bias is not None, HAS_FP8=has_fp8(a),
-            EVEN_K=k % BLOCK == 0, GROUP=_ROWS_OF_TILES,
+            EVEN_K=k % BLOCK == 0, TILE_ROWS=_TILE_ROWS,
             **shape, num_stages=3,
         )  # fmt: skip
     return out

@@ -57,11 +57,11 @@ def install() -> str:
 
 def nvcc() -> Path | None:
     """The compiler, where DeepGEMM looks for it."""
-    found = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places = [Path(home) / "bin" / "nvcc" for home in homes if home]
-    places += [Path(found)] if found else []
-    return next((x for x in places if os.access(x, os.X_OK)), None)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and (found := shutil.which("nvcc")):
+        return Path(found)
+    place = Path(home or "/usr/local/cuda") / "bin" / "nvcc"  # a home that is set is the only one
+    return place if os.access(place, os.X_OK) else None
 
 
 def cache_folder() -> Path:

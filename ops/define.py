@@ -19,7 +19,8 @@ from compile_ext.ops.errors import GradError, KernelError
 from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
-PINNED = "kernel"  # the argument that pins a kernel
+# The argument that pins a kernel. Not "kernel": Inductor passes keywords on beside one of its own.
+PINNED = "pinned"
 # What an op gives: one tensor, or several where its schema says ``-> (Tensor, Tensor)``.
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
@@ -109,7 +110,7 @@ def define_op(
     kernels: tuple[Kernel, ...],
     contract: OpContract,
 ) -> OpOverload:
-    """Register ``compile_ext::<schema>``, with a last argument ``str? kernel=None`` that pins a
+    """Register ``compile_ext::<schema>``, with a last argument ``str? pinned=None`` that pins a
     kernel by name, and return its overload.
 
     Args:

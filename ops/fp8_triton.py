@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ``quantize.py`` says what these are.
-FP8_MAX = tl.constexpr(448.0)
-AMAX_FLOOR = tl.constexpr(1e-10)
+from compile_ext.ops import quantize as quantize_reference
+
+FP8_MAX = tl.constexpr(quantize_reference.FP8_MAX)
+AMAX_FLOOR = tl.constexpr(quantize_reference.AMAX_FLOOR)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,10 +33,12 @@ def operand(x, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize(x, axis: tl.constexpr, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     """``quantize_fp8_groups`` of one group along ``axis``: the operand for ``tl.dot``, and the
-    scale, whose ``axis`` has size 1. A NaN or infinity makes NaN of itself at least, and so of all
-    that it is a factor of."""
+    scale, whose ``axis`` has size 1. A NaN spreads over its group."""
     x = x.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis, keep_dims=True), AMAX_FLOOR)
+    # tl.max leaves NaN out.
+    is_nan = tl.max((x != x).to(tl.int32), axis, keep_dims=True) > 0
+    amax = tl.maximum(tl.max(tl.abs(x), axis, keep_dims=True), AMAX_FLOOR)
+    scale = tl.where(is_nan, float("nan"), amax)
     scale = tl.div_rn(scale, tl.full(scale.shape, FP8_MAX, tl.float32))
     # div_rn: of `/` the last bit is free, and a value between two e4m3 numbers would fall to
     # another one than the reference's.

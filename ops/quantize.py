@@ -17,7 +17,7 @@ from compile_ext.ops.checks import FP8, dtype_in, rank_is, shape_is
 
 BLOCK = 128
 FP8_MAX = 448.0
-_AMAX_FLOOR = 1e-10
+AMAX_FLOOR = 1e-10
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -118,7 +118,7 @@ def blocks_of(size: int) -> int:
 
 
 def _scale(amax: Tensor) -> Tensor:
-    return amax.clamp(min=_AMAX_FLOOR) / FP8_MAX
+    return amax.clamp(min=AMAX_FLOOR) / FP8_MAX
 
 
 def _to_fp8(x: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ def _kernel(  # type: ignore[no-untyped-def]
     group = tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = k < K
+    far = k.to(tl.int64)  # 64 bits: columns can lie far apart
     dtype = x.dtype.element_ty
-    value = tl.load(x + row * stride_x_m + k * stride_x_k, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row * stride_x_m + far * stride_x_k, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
-        at = row * stride_residual_m + k * stride_residual_k
+        at = row * stride_residual_m + far * stride_residual_k
         value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         # The norm is that of the sum as it is stored.
         stored = value.to(dtype)
@@ -48,13 +49,13 @@ def _kernel(  # type: ignore[no-untyped-def]
     if HAS_WEIGHT:
         if ROUNDS:
             y = y.to(dtype).to(tl.float32)
-        y *= tl.load(weight + k * stride_weight, mask=mask, other=0.0).to(tl.float32)
+        y *= tl.load(weight + far * stride_weight, mask=mask, other=0.0).to(tl.float32)
     rounded, scales = quantize(y.to(dtype), 1, HAS_FP8)
     if HAS_FP8:
         tl.store(q + row * K + k, rounded, mask=mask)
     else:
         tl.store(q + row * K + k, e4m3_bytes(rounded), mask=mask)
-    at = row + group[:, None] * stride_scale_k
+    at = row + group[:, None].to(tl.int64) * stride_scale_k
     tl.store(scale + at, scales, mask=group[:, None] * 128 < K)
 
 

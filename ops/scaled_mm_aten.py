@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compile_ext.ops import tma_rows
 from compile_ext.ops.checks import is_zero
 
 MIN_CAPABILITY = (8, 9)  # FP8 tensor cores begin with Ada
@@ -27,8 +28,9 @@ def why_not(
     n, k = b.shape
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
-    if a.stride(0) % ALIGNMENT or b.stride(0) % ALIGNMENT:
-        return f"needs row strides in multiples of {ALIGNMENT} elements"
+    reason = tma_rows.why_not(a=a, b=b)
+    if reason:
+        return reason
     if out_dtype != torch.bfloat16:
         return f"gives bfloat16 only, wanted {out_dtype}"
     if bias is not None and bias.dtype != torch.bfloat16:
@@ -52,6 +54,7 @@ def run(
     else:  # row-wise wants a scale for every row and column, as contiguous [m, 1] and [1, n]
         scale_a = scale_a.reshape(-1, 1).expand(m, 1).contiguous()
         scale_b = scale_b.reshape(1, -1).expand(1, n).contiguous()
+    bias = bias if bias is None else bias.contiguous()
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype
     )

@@ -18,27 +18,27 @@ from compile_ext.ops.fp8_triton import operand
 from compile_ext.ops.triton_support import device_of, has_fp8, readable, tile
 
 _BLOCK_K = 128
-_ROWS_OF_TILES = 8  # tiles that run together share b and a in the L2
+_TILE_ROWS = 8  # whose tiles run together, and share b in the L2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
     M, N, K,
-    stride_a, stride_b, stride_scale_a, stride_scale_b,
+    stride_a, stride_b, stride_scale_a, stride_scale_b, stride_bias,
     HAS_BIAS: tl.constexpr, HAS_FP8: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = tl.swizzle2d(
-        tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, GROUP
+        tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n, tiles_m, tiles_n, TILE_ROWS
     )
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     # 64 bits: an LM head has more than 2^31 elements.
-    a_rows = a + m.to(tl.int64)[:, None] * stride_a
-    b_rows = b + n.to(tl.int64)[None, :] * stride_b
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    a_rows = a + m[:, None] * stride_a
+    b_rows = b + n[None, :] * stride_b
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(K, BLOCK_K)):
         at = step * BLOCK_K + k
@@ -51,12 +51,12 @@ def _kernel(  # type: ignore[no-untyped-def]
         # Added here and not inside: Hopper's tensor cores keep 14 bits of a sum over all of K.
         acc += tl.dot(operand(x, HAS_FP8), operand(w, HAS_FP8))
     # A scale of the whole tensor has stride 0.
-    rows = tl.load(scale_a + m.to(tl.int64) * stride_scale_a, mask=m < M, other=0.0)
-    columns = tl.load(scale_b + n.to(tl.int64) * stride_scale_b, mask=n < N, other=0.0)
+    rows = tl.load(scale_a + m * stride_scale_a, mask=m < M, other=0.0)
+    columns = tl.load(scale_b + n * stride_scale_b, mask=n < N, other=0.0)
     acc = acc * rows[:, None] * columns[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    where = out + m.to(tl.int64)[:, None] * N + n[None, :]
+        acc += tl.load(bias + n * stride_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    where = out + m[:, None] * N + n[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
@@ -80,8 +80,9 @@ def run(
             readable(a), readable(b), scale_a, scale_b, bias, out,
             m, n, k,
             a.stride(0), b.stride(0), _stride(scale_a), _stride(scale_b),
+            0 if bias is None else bias.stride(0),
             HAS_BIAS=bias is not None, HAS_FP8=has_fp8(a), EVEN_K=k % _BLOCK_K == 0,
-            BLOCK_K=_BLOCK_K, GROUP=_ROWS_OF_TILES,
+            BLOCK_K=_BLOCK_K, TILE_ROWS=_TILE_ROWS,
             **shape, num_stages=3,
         )  # fmt: skip
     return out

@@ -41,8 +41,9 @@ def has_fp8(x: Tensor) -> bool:
 
 
 def tile(m: int, x: Tensor) -> dict[str, int]:
-    """Tile and warps of a GEMM of m tokens, such that no register spills (`cuobjdump -res-usage`,
-    Triton 3.6): products of warp groups keep their operands in shared memory, others do not.
+    """Tile and warps of a GEMM of m tokens, such that no register spills where K is a multiple of
+    128 and rows are aligned (`cuobjdump -res-usage`, Triton 3.6 and 3.7): products of warp groups
+    keep their operands in shared memory, others do not.
     """
     is_hopper = _capability(x)[0] == 9
     block_m = min(128 if is_hopper else 64, max(16, 1 << (m - 1).bit_length()))

@@ -6,7 +6,6 @@ and its views together. Its *program* is the list of nodes that fill it, in grap
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,10 +227,9 @@ def _is_value(value: Any) -> bool:
     )
 
 
-def put_constants(folded: Iterable[tuple[Result, Derivation]], ctx: PassContext) -> None:
+def put_constants(folded: list[tuple[Result, Derivation]], ctx: PassContext) -> None:
     """Put a constant, what its derivation gives, in the place of each result. The derivations are
     of the graph as it was before the first: one result may need the nodes of another."""
-    folded = list(folded)
     for result, how in folded:
         new = ctx.derive(result.node.graph, tuple(result.sources), how)
         erase_writes(result.writes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_ext.ops import block_scaled_mm, block_scaled_mm_deep_gemm, deep_gemm_support
+from compile_ext.ops import block_scaled_mm, block_scaled_mm_deep_gemm, deep_gemm_support, tma_rows
 from compile_ext.ops.quantize import quantize_fp8_blocks, quantize_fp8_groups
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -85,6 +85,29 @@ def test_aligned_scales_are_handed_on(library: pytest.MonkeyPatch) -> None:
     library.setattr(sys.modules["deep_gemm"], "fp8_gemm_nt", lambda a, b, out: taken.append(a[1]))
     run(a, b, scale_a, scale_b, None, BF16)
     assert taken[0].data_ptr() == scale_a.data_ptr()
+
+
+def test_scales_at_an_odd_address_are_copied(library: pytest.MonkeyPatch) -> None:
+    a, b, scale_a, scale_b = operands(8, 64, 256)
+    taken: list[Tensor] = []
+    library.setattr(sys.modules["deep_gemm"], "fp8_gemm_nt", lambda a, b, out: taken.append(a[1]))
+    run(a[1:], b, scale_a[1:], scale_b, None, BF16)
+    assert taken[0].data_ptr() % 16 == 0
+    assert torch.equal(taken[0], scale_a[1:])
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        (lambda x: x[:, 1:129], "needs an address in multiples of 16 bytes, a is a view"),
+        (lambda x: x[:1, :128].expand(4, 128), "rows that do not overlap, a has a row stride of 0"),
+        (lambda x: x.view(-1)[:516].view(4, 129)[:, :128], "multiples of 16 bytes, a has 129"),
+        (lambda x: x[1:, 16:144], None),
+    ],
+)
+def test_rows_that_cannot_be_addressed(view: Any, reason: str | None) -> None:
+    found = tma_rows.why_not(a=view(torch.zeros(8, 256).to(FP8)))
+    assert found == reason if reason is None else reason in str(found)
 
 
 def test_runs_where_all_is_there(library: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def ran() -> Iterator[list[str]]:
 
 def test_runs_the_one_that_is_named(ran: list[str]) -> None:
     args = operands()
-    results = [OP(*args), OP(*args, "few"), OP(*args, "reference"), OP(*args, kernel="reference")]
+    results = [OP(*args), OP(*args, "few"), OP(*args, "reference"), OP(*args, pinned="reference")]
     assert ran == ["few", "few", "reference", "reference"]
     assert all(torch.equal(x, results[0]) for x in results)
 
@@ -106,3 +106,13 @@ def test_in_a_compiled_graph(ran: list[str]) -> None:
         [row] = compile_ext.explain(compiled).rows
         assert row.site is not None
         assert (row.site.n, row.site.kernel) == (64, runs)
+
+
+@torch.no_grad()
+def test_under_inductor(ran: list[str]) -> None:
+    """Its fallback for an op passes keywords on beside its own."""
+    args = operands()
+    for name in ("few", "reference"):
+        compiled = torch.compile(lambda a, *rest, name=name: OP(a, *rest, pinned=name) + 1)
+        torch.testing.assert_close(compiled(*args), OP(*args) + 1)
+        assert ran[-2] == name  # the last is the eager call

@@ -66,7 +66,7 @@ def test_a_call_that_names_one_itself(rewrite: Any) -> None:
         def forward(self, a: Tensor, scale: Tensor) -> Tensor:
             op = torch.ops.compile_ext.scaled_mm
             args = a, self.weight, scale, self.scale, None, torch.float32
-            result: Tensor = op(*args, kernel="reference")
+            result: Tensor = op(*args, pinned="reference")
             return result
 
     options = {"compile_ext.kernels": {"scaled_mm": "triton"}}

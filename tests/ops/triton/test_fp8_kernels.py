@@ -194,3 +194,24 @@ def test_a_row_does_not_depend_on_the_others(m: int, device: str) -> None:
     whole = run("block_scaled_mm_triton", a, b, scale_a, scale_b, None, torch.float32)
     part = run("block_scaled_mm_triton", a[:m], b, scale_a[:m], scale_b, None, torch.float32)
     assert torch.equal(part, whole[:m])
+
+
+@pytest.mark.parametrize("kernel", [*BLOCK_KERNELS, "scaled_mm_triton"])
+@pytest.mark.parametrize("stride", [0, 2, 3])
+def test_a_bias_with_a_stride(kernel: str, stride: int, device: str) -> None:
+    a, b = torch.zeros(2, 128).to(FP8).to(device), torch.zeros(20, 128).to(FP8).to(device)
+    one = torch.ones(1, 1, device=device)
+    rows = one.expand(2, 1)
+    bias = torch.arange(64.0, device=device).as_strided((20,), (stride,))
+    got = run(kernel, a, b, rows, one, bias, torch.float32)
+    assert torch.equal(got, bias.expand(2, 20))
+
+
+@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+def test_rows_that_lie_far_apart(kernel: str, device: str) -> None:
+    """The last token of each of 16 long sequences: the offset does not fit in 32 bits."""
+    a, b, scale_a, scale_b = operands(16, 16, 128, device)
+    want = run(kernel, a, b, scale_a, scale_b, None, torch.float32)
+    memory = torch.empty(15 * 2**28 + 128, dtype=FP8, device=device)  # of which 16 rows are touched
+    far = memory.as_strided((16, 128), (2**28, 1)).copy_(a)
+    assert torch.equal(run(kernel, far, b, scale_a, scale_b, None, torch.float32), want)

@@ -106,3 +106,14 @@ def test_no_rows(device: str) -> None:
     q, scale = kernel().run(torch.empty(0, 256, device=device), None, 1e-6, False)
     assert q.shape == (0, 256)
     assert scale.shape == (0, 2)
+
+
+def test_a_nan_spreads_over_its_group(device: str) -> None:
+    """Of the weight, whose NaN is in no mean."""
+    weight = torch.ones(256, device=device)
+    weight[3] = float("nan")
+    q, scale = kernel().run(torch.randn(2, 256, device=device), weight, 1e-6, False)
+    assert bool(q[:, :128].float().isnan().all())
+    assert bool(scale[:, 0].isnan().all())
+    assert bool(q[:, 128:].float().isfinite().all())
+    assert bool(scale[:, 1].isfinite().all())
