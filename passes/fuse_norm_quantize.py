@@ -12,9 +12,9 @@ Spellings are not compared. What is before a cast to float8 is run on fakes, and
 compute is compared with what the op's own reference computes (``norm_quantize/``): a match means
 equal bits in eager mode on the CPU. All quantizations of one norm become one op.
 Legal: nothing else reads the normed activation or what is in between, and nothing writes it.
-Bails: another norm or quantization (what differs is named), other readers, autocast, a gradient;
-and where the op would run its reference: opaque to Inductor and unfused inside, that is slower than
-what it replaces. So the op's kernels decide on which device this fires, and nothing else.
+Bails: another norm or quantization (what differs is named), other readers, autocast, a gradient.
+Looks at nothing where the op would run its reference: opaque to Inductor and unfused inside, that
+is slower than what it replaces. So the op's kernels decide on which device this fires.
 """
 
 from __future__ import annotations

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import operator
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZE
-from compile_ext.ops.define import definition_of
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.norm_quantize.fit_result import fit_result
 from compile_ext.passes.norm_quantize.region import Region
-from compile_ext.passes.values import fakes, storage, tensor
+from compile_ext.passes.values import storage, tensor
 
 _Q, _SCALE, _SUM = range(3)  # the op's results
 
@@ -26,7 +24,7 @@ def place_op(
     before = region.x if addends else min(n for n in region.computed() if n in region.results)
     mark = before.prev
     call = _call(region, addends, before, ctx)
-    placed = _why_no_kernel(call) or _results(call, region, addends, before, ctx)
+    placed = _results(call, region, addends, before, ctx)
     if isinstance(placed, str):
         while before.prev is not mark:
             before.graph.erase_node(before.prev)
@@ -58,19 +56,6 @@ def _reshaped(x: Node, before: Node, ctx: PassContext, *shape: int) -> Node:
     found = tensor(x)
     assert found is not None
     return x if found.dim() == len(shape) else ctx.insert(before, "reshape", x, *shape, like=x)
-
-
-def _why_no_kernel(call: Node) -> str | None:
-    op = call.target
-    assert isinstance(op, OpOverload)
-    definition = definition_of(op)
-    assert definition is not None
-    kernel, passed_over = definition.kernel_for(*fakes(call.args))
-    if kernel.name != "reference":
-        return None
-    name = op._schema.name.split("::")[1]
-    reasons = "".join(f"; {name}: {reason}" for name, reason in passed_over.items())
-    return f"{name} would run its reference, where Inductor makes two kernels{reasons}"
 
 
 def _results(

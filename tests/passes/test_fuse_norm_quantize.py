@@ -367,8 +367,5 @@ class TestWithoutAKernel:
 
     def test_not_where_the_op_would_run_its_reference(self, rewrite: Any) -> None:
         got = rewrite(Model(stream), tokens(5, K), tokens(5, K))
-        ((fired, reason),) = got.of(PASS)
-        assert not fired
-        start = "rms_norm_quantize_fp8 would run its reference, where Inductor makes two kernels"
-        assert reason.startswith(start)
+        assert got.of(PASS) == []
         assert "compile_ext::" not in got.graph
