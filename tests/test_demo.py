@@ -1,4 +1,4 @@
-"""``compile-ext demo`` as a user runs it: all passes fire, and every way agrees with eager."""
+"""``compile-ext demo`` as a user runs it: its passes fire, and every way agrees with eager."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from compile_ext.demo.decoder import Config, Decoder
 from compile_ext.demo.kernels import count_kernels
 from compile_ext.passes import PASS_NAMES
 
+# One wants an option, the other a GPU; and the decoder's ops quantize their input themselves.
+NOT_IN_THE_DEMO = ("pin_kernels", "fuse_norm_quantize")
+
 
 @pytest.mark.slow
-def test_demo_agrees_with_eager_and_every_pass_fires(tmp_path: Path) -> None:
+def test_demo_agrees_with_eager_and_its_passes_fire(tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("compile-ext")
     cold = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
@@ -30,7 +33,7 @@ def test_demo_agrees_with_eager_and_every_pass_fires(tmp_path: Path) -> None:
     for name in PASS_NAMES:
         fired = re.search(rf"{name} +│ +(\d+)", done.stdout)
         assert fired is not None
-        assert int(fired[1]) > 0, name
+        assert (int(fired[1]) > 0) is (name not in NOT_IN_THE_DEMO), name
     share = re.search(r"of compilation, ([\d.]+)%", done.stdout)
     assert share is not None
     assert float(share[1]) < 5  # with cold caches; warm ones leave little but Dynamo: 6 %

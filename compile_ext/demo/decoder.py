@@ -1,7 +1,7 @@
 """A readable decoder with random weights: grouped-query attention, block-FP8 linears, a mixture of
 experts.
 
-Written as serving code is, so that every pass finds work: the norms compute with their weights on
+Written as serving code is, so that the passes find work: the norms compute with their weights on
 each call, the experts hand their op a placeholder scale, the router is a bfloat16 linear with a
 cast behind it, and the vocabulary of the LM head is no multiple of 16.
 """
