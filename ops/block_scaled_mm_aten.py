@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from compile_ext.ops import tma_rows
+from compile_ext.ops import device, tma_rows
 from compile_ext.ops.checks import FP8, is_zero
 from compile_ext.ops.quantize import quantize_fp8_groups
 
@@ -34,10 +34,9 @@ def why_not(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> str | None:
-    if a.device.type != "cuda":
-        return f"runs on CUDA, the tensors are on {a.device.type}"
-    if (found := torch.cuda.get_device_capability(a.device)) != CAPABILITY:
-        return f"needs compute capability 9.0, the device has {found[0]}.{found[1]}"
+    reason = device.why_not(a, CAPABILITY, exactly=True)
+    if reason:
+        return reason
     n, k = b.shape
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_support, tma_rows
+from compile_ext.ops import deep_gemm_support, device, tma_rows
 from compile_ext.ops.checks import FP8, is_zero
 from compile_ext.ops.triton_support import device_of
 
@@ -25,10 +25,9 @@ def why_not(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> str | None:
-    if a.device.type != "cuda":
-        return f"runs on CUDA, the tensors are on {a.device.type}"
-    if (found := torch.cuda.get_device_capability(a.device)) != CAPABILITY:
-        return f"needs compute capability 9.0, the device has {found[0]}.{found[1]}"
+    reason = device.why_not(a, CAPABILITY, exactly=True)
+    if reason:
+        return reason
     if a.dtype != FP8:
         return "takes no bfloat16 activation: quantize_fp8_groups in the graph is fused"
     n, k = b.shape

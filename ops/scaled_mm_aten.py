@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import tma_rows
+from compile_ext.ops import device, tma_rows
 from compile_ext.ops.checks import is_zero
 
 MIN_CAPABILITY = (8, 9)  # FP8 tensor cores begin with Ada
@@ -20,11 +20,9 @@ def why_not(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> str | None:
-    if a.device.type != "cuda":
-        return f"runs on CUDA, the tensors are on {a.device.type}"
-    if (found := torch.cuda.get_device_capability(a.device)) < MIN_CAPABILITY:
-        wanted = ".".join(map(str, MIN_CAPABILITY))
-        return f"needs compute capability {wanted}, the device has {found[0]}.{found[1]}"
+    reason = device.why_not(a, MIN_CAPABILITY)
+    if reason:
+        return reason
     n, k = b.shape
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"

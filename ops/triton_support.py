@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_ext.ops import device
 from compile_ext.ops.checks import FP8
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
@@ -20,13 +21,10 @@ FP8_CAPABILITY = (8, 9)  # conversions from and to e4m3 in hardware begin with A
 
 def why_not(x: Tensor, *_: object) -> str | None:
     """Why no Triton kernel can run on the device of ``x``, a call's first argument, or None."""
-    if x.device.type != "cuda":
-        return f"runs on CUDA, the tensors are on {x.device.type}"
-    if not is_installed():
-        return "Triton is not installed: pip install triton"
-    if (found := torch.cuda.get_device_capability(x.device)) < MIN_CAPABILITY:
-        return f"needs compute capability 8.0, the device has {found[0]}.{found[1]}"
-    return None
+    reason = device.why_not(x, MIN_CAPABILITY)
+    if reason is None and not is_installed():
+        return "Triton is not installed: pip install triton (a CUDA build of torch brings its own)"
+    return reason
 
 
 @functools.cache
