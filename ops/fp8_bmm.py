@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference, triton_support
+from compile_ext.ops import block_scaled_reference, fp8_bmm_deep_gemm, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import dequantize_fp8_groups
@@ -45,6 +45,7 @@ OP = define_op(
     check=_check,
     fake=_fake,
     kernels=(
+        Kernel("deep_gemm", fp8_bmm_deep_gemm.why_not, fp8_bmm_deep_gemm.run),  # SM90
         Kernel(
             "triton",
             triton_support.why_not,

@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference, checks, triton_support
+from compile_ext.ops import (
+    block_scaled_reference,
+    checks,
+    grouped_block_scaled_mm_masked_deep_gemm,
+    triton_support,
+)
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -83,6 +88,11 @@ OP = define_op(
     check=_check,
     fake=_fake,
     kernels=(
+        Kernel(
+            "deep_gemm",
+            grouped_block_scaled_mm_masked_deep_gemm.why_not,
+            grouped_block_scaled_mm_masked_deep_gemm.run,
+        ),  # SM90
         Kernel(
             "triton",
             triton_support.why_not,

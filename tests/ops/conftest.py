@@ -1,14 +1,19 @@
-"""What the tests of the grouped and batched FP8 ops share."""
+"""What the tests of the grouped and batched FP8 ops share, and a machine that has DeepGEMM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compile_ext.ops import deep_gemm_support
 
 Dequantize64 = Callable[[Tensor, Tensor, int], Tensor]
 RunWithoutValues = Callable[..., Tensor]
@@ -36,3 +41,28 @@ def run_without_values() -> RunWithoutValues:
             return function(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
 
     return run
+
+
+@pytest.fixture
+def fresh_deep_gemm() -> Iterator[None]:
+    """DeepGEMM is looked for anew."""
+    deep_gemm_support.why_not.cache_clear()
+    yield
+    deep_gemm_support.why_not.cache_clear()
+
+
+@pytest.fixture
+def deep_gemm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_deep_gemm: None
+) -> pytest.MonkeyPatch:
+    """A machine on which a ``deep_gemm`` without functions loads: a test adds those that it calls,
+    or takes something away."""
+    module = ModuleType("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    module.__spec__ = object()  # type: ignore[assignment]
+    compiler = tmp_path / "cuda" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    return monkeypatch

@@ -33,6 +33,12 @@ TYPES = {
 OPTIONS = ("num_warps", "num_stages")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 N, K = 576, 7168
+# The function of a call and its kernel, where they are not run and _kernel.
+WAYS = {
+    "heads": ("run_bmm", "_kernel"),
+    "groups": ("group_of_each_block", "_group_kernel"),
+    "idle": ("zero_idle_rows", "_zero_kernel"),
+}
 
 
 class Launch:
@@ -77,6 +83,8 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     experts = torch.zeros(4, N, K, dtype=FP8), scale, torch.ones(4, 5, 56)
     indices = torch.zeros(256, dtype=torch.int32)
     yield "grouped_block_scaled_mm_triton", "experts", (x, *experts, indices, BF16)
+    yield "group_rows_triton", "groups", (indices, 4, 128)
+    yield "group_rows_triton", "idle", (torch.zeros(256, N, dtype=BF16), indices, 4)
     x, scale = torch.zeros(256, 4, K, dtype=FP8), torch.ones(256, 4, 56)
     yield "batched_block_scaled_mm_triton", "heads", (x, experts[0], scale, experts[2], BF16)
     for m in (1, 16, 128):
@@ -105,12 +113,14 @@ def main() -> None:
         triton_support._capability = lambda x, found=capability: found
         for name, call, args in calls():
             module = importlib.import_module(f"compile_ext.ops.{name}")
-            original = module._kernel
-            module._kernel = launch = Launch(original)
+            function, kernel = WAYS.get(call, ("run", "_kernel"))
+            original = getattr(module, kernel)
+            launch = Launch(original)
+            setattr(module, kernel, launch)
             try:
-                (module.run_bmm if call == "heads" else module.run)(*args)
+                getattr(module, function)(*args)
             finally:
-                module._kernel = original
+                setattr(module, kernel, original)
             made = launch.compile(arch)
             mma = re.findall(r"(?:mma\.sync|wgmma\.mma_async)[\w.]*", made.asm["ptx"])
             found = {"kernel": name, "arch": arch, "call": call, "mma": sorted(set(mma))}
