@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,7 +144,8 @@ def driver() -> str:
     except OSError:
         text = ""
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
-    return found[1] if found else f"CUDA {torch._C._cuda_getDriverVersion()}"
+    functions: Any = torch._C  # without CUDA it lacks this one
+    return found[1] if found else f"CUDA {functions._cuda_getDriverVersion()}"
 
 
 def _version(package: str) -> str:
