@@ -65,9 +65,14 @@ class Region:
         inside = {*self.inner, *self.results}
         for node in sorted(self.inner):
             for user in node.users:
-                if user not in inside:
+                if user not in inside and not self._is_own_size(user):
                     return f"{user.name} reads {self._name(node)}"
         return None
+
+    def _is_own_size(self, node: Node) -> bool:
+        """A size that nothing but the quantization takes, for its views."""
+        inside = {*self.inner, *self.results}
+        return not holds_tensors(node) and all(u in inside for u in node.users)
 
     def _name(self, node: Node) -> str:
         expr = self.exprs.of(node)
