@@ -1,4 +1,4 @@
-"""Whether Inductor computes a tensor in the kernel of what reads it, or another kernel writes it."""
+"""Whether Inductor computes a tensor in the kernel of what reads it, or another one writes it."""
 
 from __future__ import annotations
 

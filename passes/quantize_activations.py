@@ -24,7 +24,7 @@ from compile_ext.ops import column_major
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.block_scaled_mm import SMALL_M
 from compile_ext.ops.define import PINNED, definition_of
-from compile_ext.ops.quantize import quantize_groups
+from compile_ext.ops.quantize import BLOCK, quantize_groups
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.inline import Inliner
 from compile_ext.passes.norm_quantize.find import has_kernel as has_norm_kernel
@@ -32,7 +32,7 @@ from compile_ext.passes.norm_quantize.nodes import NodeExpressions
 from compile_ext.passes.norm_quantize.patterns import Norm, read_norm
 from compile_ext.passes.op_calls import OpCall, read_call
 from compile_ext.passes.producers import before_reshapes, is_pointwise
-from compile_ext.passes.values import bounds, fakes, is_static, tensor
+from compile_ext.passes.values import bounds, fakes, is_static, range_text, tensor
 
 
 def quantize_activations(graph: Graph, ctx: PassContext) -> None:
@@ -53,8 +53,8 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
         shared = None if ctx.is_written(a) else done.get(origin)
         q, scale = done[origin] = shared or inliner.insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
-        what = "shares the quantization of its activation" if shared else "its activation is quantized"
-        ctx.fired(node, what)
+        alone = "its activation is quantized"
+        ctx.fired(node, "it shares the quantization of its activation" if shared else alone)
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,8 @@ def _why_not(a: Node, producers: _Producers) -> str | None:
         return "its activation is empty"
     if _pays_alone(m) or producers.fuses(a):
         return None
-    return f"M = {m}: the kernel quantizes {a.name} on its way, and another one computes it"
+    few = range_text(*bounds(m))
+    return f"M is {few}: the kernel quantizes {a.name} on its way, and another one computes it"
 
 
 def _pays_alone(m: int | torch.SymInt) -> bool:
@@ -111,13 +112,16 @@ class _Producers:
         self._exprs = NodeExpressions(ctx.scopes)
 
     def fuses(self, a: Node) -> bool:
-        """Whether the quantization of ``a`` fuses into what computes it."""
-        return is_pointwise(a, self._ctx) or self._is_fusing_norm(a)
+        """Whether the quantization of ``a [m, k]`` fuses into what computes it."""
+        x = tensor(a)
+        assert x is not None
+        # A partial group is quantized by an index (``ops/quantize.py``), for which Inductor stores
+        # the scale first.
+        in_pointwise = x.shape[1] % BLOCK == 0 and is_pointwise(a, self._ctx)
+        return in_pointwise or self._is_fusing_norm(a, x)
 
-    def _is_fusing_norm(self, a: Node) -> bool:
+    def _is_fusing_norm(self, a: Node, y: Tensor) -> bool:
         """``fuse_norm_quantize`` takes an RMSNorm that nothing else reads."""
-        y = tensor(a)
-        assert y is not None
         if not has_norm_kernel(y) or not isinstance(read_norm(self._exprs.of(a), y.dtype), Norm):
             return False
         todo = [before_reshapes(a, self._ctx)]
