@@ -16,6 +16,7 @@ from compile_ext.ops import device
 from compile_ext.ops.checks import FP8
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
+PDL_CAPABILITY = (9, 0)  # Hopper
 FP8_CAPABILITY = (8, 9)  # conversions from and to e4m3 in hardware begin with Ada
 
 
@@ -36,6 +37,16 @@ def has_fp8(x: Tensor) -> bool:
     """Whether the device of ``x`` converts e4m3 in hardware; elsewhere the kernels take its bytes
     apart. So on CPU tensors: Triton's interpreter cuts values off where it should round."""
     return _capability(x) >= FP8_CAPABILITY
+
+
+def why_no_fp8(x: Tensor) -> str | None:
+    """Why the device of ``x`` has no conversions of e4m3 in hardware, or None."""
+    return device.why_not(x, FP8_CAPABILITY)
+
+
+def has_pdl(x: Tensor) -> bool:
+    """Whether the device of ``x`` has programmatic dependent launch."""
+    return _capability(x) >= PDL_CAPABILITY
 
 
 def tile(m: int, x: Tensor) -> dict[str, int]:
