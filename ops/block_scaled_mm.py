@@ -18,6 +18,7 @@ from compile_ext.ops import (
     block_scaled_reference,
     checks,
     triton_support,
+    ue8m0,
 )
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, define_op, never
@@ -38,7 +39,7 @@ def block_scaled_mm_ref(
 ) -> Tensor:
     """The specification: dequantize, multiply and add in float32, round once at the end."""
     if a.dtype == torch.bfloat16:  # the kernel quantizes its own input; scale_a is not read
-        a, scale_a = quantize_fp8_groups(a)
+        a, scale_a = quantize_fp8_groups(a, use_ue8m0=scale_b.dtype == ue8m0.E8M0)
     assert scale_a is not None  # _check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
     product = block_scaled_reference.times_blocks(x, b, scale_b)
@@ -86,11 +87,14 @@ def _fake(
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-def _why_not_small_m(a: Tensor, *_: object) -> str | None:
+def _why_not_small_m(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor, *_: object
+) -> str | None:
     reason = triton_support.why_not(a)
     if reason is None and not checks.at_most(a.shape[0], SMALL_M):
         return f"takes up to {SMALL_M} tokens, M is {a.shape[0]}"
-    return reason
+    read = scale_a if a.dtype == checks.FP8 else None
+    return reason or ue8m0.why_not(scale_a=read, scale_b=scale_b)
 
 
 OP = define_op(
@@ -143,11 +147,12 @@ def block_scaled_mm(
 
     Args:
         a: ``[m, k]`` float8_e4m3fn, or bfloat16: then the kernel quantizes it itself, as
-            ``quantize_fp8_groups`` does, and does not read scale_a. Rows contiguous. m = 0 gives an
-            empty result.
+            ``quantize_fp8_groups`` does (with use_ue8m0 where scale_b is float8_e8m0fnu), and does
+            not read scale_a. Rows contiguous. m = 0 gives an empty result.
         b: ``[n, k]`` float8_e4m3fn, rows contiguous.
-        scale_a: ``[m, ceil(k/128)]`` float32, any strides; None or anything where a is bfloat16.
-        scale_b: ``[ceil(n/128), ceil(k/128)]`` float32.
+        scale_a: ``[m, ceil(k/128)]`` float32 or float8_e8m0fnu, any strides; None or anything where
+            a is bfloat16.
+        scale_b: ``[ceil(n/128), ceil(k/128)]`` float32 or float8_e8m0fnu.
         bias: ``[n]`` bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
 
