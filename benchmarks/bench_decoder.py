@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import typer
-from measuring import DEVICE, Call, JsonPath, in_turn, kernel_names, summary, write
+from measuring import DEVICE, JsonPath, kernel_names, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from compile_ext.demo.decoder import Config, Decoder
+from compile_ext.tune.timing import Call, in_turn, summary
 
 PASS = "strip_placeholder_fills"
 WAYS: dict[str, dict[str, Any]] = {

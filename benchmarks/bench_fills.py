@@ -24,23 +24,14 @@ from typing import Any
 
 import torch
 import typer
-from measuring import (
-    DEVICE,
-    Call,
-    JsonPath,
-    allocations,
-    captured,
-    in_turn,
-    kernel_names,
-    summary,
-    write,
-)
+from measuring import DEVICE, JsonPath, allocations, kernel_names, write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.library import Library
 
 import compile_ext
+from compile_ext.tune.timing import Call, captured, in_turn, summary
 
 SITES, ROUNDS = 40, 40
 WAYS = ("nothing", "filled", "empty", "compile_ext")

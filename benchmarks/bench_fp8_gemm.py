@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import Call, JsonPath, captured, in_turn, kernel_names, summary, write
+from measuring import JsonPath, kernel_names, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,51 +30,23 @@ from torch import Tensor
 from compile_ext.ops import dequantize_fp8_blocks, dequantize_fp8_groups, quantize_fp8_groups
 from compile_ext.ops.block_scaled_mm import OP
 from compile_ext.ops.define import Kernel, definition_of
+from compile_ext.tune.measure import RELATIVE_ERROR, GraphClock, candidates, relative_error
+from compile_ext.tune.operands import OPERANDS, SHAPES, Weights
+from compile_ext.tune.timing import Call, summary
 
-SHAPES = (  # N, K: DeepSeek-V3's projections and experts, a dense MLP, one with partial blocks
-    (576, 7168),
-    (2112, 7168),
-    (24576, 1536),
-    (7168, 16384),
-    (4096, 7168),
-    (7168, 2048),
-    (21504, 5376),
-    (1536, 576),
-)
 TOKENS = "1,2,4,8,16,64,256,1024,4096"
-LAYERS, WEIGHT_BYTES = 40, 4 * 2**30
-ROUNDS, ROUND_US = 40, 20_000.0  # rounds, fewer where one takes longer than this
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 1580e6
-RELATIVE_ERROR = 1e-2
 
 
 def kernels() -> dict[str, Kernel]:
     definition = definition_of(OP)
     assert definition is not None
-    return {k.name: k for k in definition.kernels if k.name != "reference"}
+    return {k.name: k for k in candidates(definition)}
 
 
-class Weights:
-    """The layers of one shape: random e4m3 bytes without NaN, with scales that keep sums near 1."""
-
-    def __init__(self, n: int, k: int) -> None:
-        self.n, self.k = n, k
-        self.layers = max(2, min(LAYERS, WEIGHT_BYTES // (n * k)))
-        groups, rows = math.ceil(k / 128), math.ceil(n / 128)
-        self.b = [
-            torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(self.layers)
-        ]
-        self.scales = [
-            (torch.rand(rows, groups, device="cuda") + 0.5) / math.sqrt(k) for _ in self.b
-        ]
-
-    def bf16(self) -> list[Tensor]:
-        pairs = zip(self.b, self.scales, strict=True)
-        return [dequantize_fp8_blocks(b, scale).bfloat16() for b, scale in pairs]
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want).norm() / want.norm())
+def in_bfloat16(weights: Weights) -> list[Tensor]:
+    pairs = zip(weights.b, weights.scales, strict=True)
+    return [dequantize_fp8_blocks(b, scale).bfloat16() for b, scale in pairs]
 
 
 def columns(weights: Weights, m: int) -> tuple[dict[str, Call], dict[str, str]]:
@@ -82,7 +54,7 @@ def columns(weights: Weights, m: int) -> tuple[dict[str, Call], dict[str, str]]:
     x = torch.randn(m, weights.k, device="cuda").bfloat16()
     a, scale_a = quantize_fp8_groups(x)
     layers = list(zip(weights.b, weights.scales, strict=True))
-    dense = weights.bf16()
+    dense = in_bfloat16(weights)
     want = dequantize_fp8_groups(a, scale_a) @ dequantize_fp8_blocks(*layers[0]).t()
     calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
@@ -118,23 +90,20 @@ def floors_us(m: int, n: int, k: int) -> dict[str, float]:
     return {"bytes": moved / BYTES_PER_US, "flops": 2 * m * n * k / FLOPS_PER_US}
 
 
-def measure(weights: Weights, m: int, flush: Tensor) -> dict[str, Any]:
+def measure(weights: Weights, m: int, clock: GraphClock) -> dict[str, Any]:
     calls, reasons = columns(weights, m)
     names = {label: sorted(set(kernel_names(call))) for label, call in calls.items()}
-    replays = {label: captured(call) for label, call in calls.items()}
-    floor = floors_us(m, weights.n, weights.k)
-    expected = weights.layers * max(floor.values())
-    rounds = max(5, min(ROUNDS, int(ROUNDS * ROUND_US / (expected + 200))))
-    times = in_turn(replays, rounds, events=True, before=lambda: flush.sum())
+    times = clock.times({label: clock.prepare(call) for label, call in calls.items()})
+    layers = len(weights.b)
     return {
         "m": m,
         "n": weights.n,
         "k": weights.k,
-        "layers": weights.layers,
-        "floors_us": floor,
+        "layers": layers,
+        "floors_us": floors_us(m, weights.n, weights.k),
         "why_not": reasons,
         "kernels": {
-            label: {**summary([t / weights.layers for t in us]), "names": names[label]}
+            label: {**summary([t / layers for t in us]), "names": names[label]}
             for label, us in times.items()
         },
     }
@@ -161,11 +130,11 @@ def main(
 ) -> None:
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a CUDA device: the figures are of GPU kernels")
-    flush = torch.ones(512 * 2**20 // 4, device="cuda")
+    clock = GraphClock()
     rows: list[dict[str, Any]] = []
     for n, k in track(SHAPES[:shapes], description="shapes"):
-        weights = Weights(n, k)
-        rows += [measure(weights, int(m), flush) for m in tokens.split(",")]
+        weights = OPERANDS["block_scaled_mm"].weights(n, k)
+        rows += [measure(weights, int(m), clock) for m in tokens.split(",")]
     Console(width=200).print(table(rows))
     write(json_path, "python benchmarks/bench_fp8_gemm.py", rows=rows)
 

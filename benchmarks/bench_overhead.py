@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from measuring import JsonPath, summary, write
+from measuring import JsonPath, write
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -26,6 +26,7 @@ from compile_ext.derived import constants
 from compile_ext.passes import GraphReport
 from compile_ext.passes.derivation import Padding
 from compile_ext.records import GraphRecord
+from compile_ext.tune.timing import summary
 
 ROUNDS, CALLS = 60, 2000
 ROWS = {

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import DEVICE, Call, JsonPath, captured, in_turn, kernel_names, summary, write
+from measuring import DEVICE, JsonPath, kernel_names, write
 from padding_models import (
     CASES,
     COLUMNS,
@@ -48,6 +48,8 @@ from rich.table import Table
 from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.compile_fx import inductor_metrics_log
+
+from compile_ext.tune.timing import Call, captured, in_turn, summary
 
 CALLS, ROUNDS = 20, 40
 AROUND = "producer and reader"

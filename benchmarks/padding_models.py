@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from measuring import DEVICE, Call
+from measuring import DEVICE
 from torch import Tensor, nn
 
 from compile_ext.ops import quantize_fp8_per_token, scaled_mm
+from compile_ext.tune.timing import Call
 
 COLUMNS = ("each call", "vLLM", "vLLM, fused", "nothing left", "compile_ext")
 

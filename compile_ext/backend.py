@@ -54,7 +54,13 @@ def compile_ext_backend(
     start = time.perf_counter()
     cost = homes.cost if parsed.rehome else homes.cost_in_place
     ctx = PassContext(
-        copy_module(gm), inputs, parsed.memory_budget, cost, parsed.poison, parsed.kernels
+        copy_module(gm),
+        inputs,
+        parsed.memory_budget,
+        cost,
+        parsed.poison,
+        parsed.kernels,
+        parsed.batch_invariant,
     )
     run_passes(ctx, parsed.disable)
 

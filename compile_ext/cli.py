@@ -1,8 +1,11 @@
-"""The command line: ``compile-ext demo`` and ``compile-ext doctor``."""
+"""The command line: ``compile-ext demo``, ``compile-ext doctor`` and ``compile-ext tune``."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,6 +57,53 @@ def doctor() -> None:
     for x in examine():
         table.add_row(x.name, x.found or "-", x.use, x.reason or "ok")
     Console().print(table)
+
+
+@app.command()
+def tune(
+    op: Annotated[
+        list[str] | None, typer.Option(help="an op to measure; repeatable (default: all it can)")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="N,K of a weight; repeatable (default: well-known ones)"),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="values of M, by commas")] = None,
+    ship: Annotated[
+        Path | None, typer.Option(help="write this file, to ship, and not the user's own table")
+    ] = None,
+) -> None:
+    """Measure the kernels of each op on this GPU, and note which one is tried first."""
+    from compile_ext.ops.errors import CompileExtError
+    from compile_ext.tune import command, operands
+
+    console = Console()
+    try:
+        command.tune(
+            console,
+            op or list(operands.OPERANDS),
+            [_shape(x) for x in shape] if shape else operands.SHAPES,
+            _numbers(tokens, "--tokens") if tokens else command.TOKENS,
+            ship,
+            shlex.join(["compile-ext", *sys.argv[1:]]),
+        )
+    except CompileExtError as error:
+        console.print(str(error), style="red", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _shape(text: str) -> tuple[int, int]:
+    numbers = _numbers(text, "--shape")
+    if len(numbers) != 2:
+        raise typer.BadParameter(f"--shape {text}: wanted N,K such as 4096,7168")
+    return numbers[0], numbers[1]
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    parts = text.split(",")
+    if not all(x.strip().isdecimal() and int(x) > 0 for x in parts):
+        raise typer.BadParameter(f"{option} {text}: wanted numbers from 1, by commas")
+    return [int(x) for x in parts]
 
 
 def main() -> None:

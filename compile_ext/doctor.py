@@ -9,7 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from compile_ext.ops import deep_gemm_support, triton_support
+from compile_ext.ops import deep_gemm_support, device_tables, triton_support
+from compile_ext.ops.device_tables import DeviceTables
+from compile_ext.ops.kernel_table import Table
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def examine() -> list[Finding]:
         _triton(),
         _toolkit(),
         _deep_gemm(),
+        *_kernel_tables(),
     ]
 
 
@@ -77,6 +80,39 @@ def _deep_gemm() -> Finding:
     return Finding(
         "DeepGEMM", _version(deep_gemm_support.PACKAGE), use, deep_gemm_support.why_not()
     )
+
+
+def _kernel_tables() -> Iterator[Finding]:
+    for i in range(torch.cuda.device_count()):
+        tables = device_tables.tables_of(i)
+        found = [f"{name} of {x.date}" for name, x in _named(tables) if x is not None]
+        use = "which kernel is tried first"
+        yield Finding(f"kernel table {i}", ", ".join(found), use, _why_not_measured(tables))
+
+
+def _named(tables: DeviceTables) -> tuple[tuple[str, Table | None], ...]:
+    return ("measured here", tables.user), ("shipped", tables.shipped)
+
+
+def _why_not_measured(tables: DeviceTables) -> str | None:
+    """Why the tables may not fit this machine, and what to do about it, or None."""
+    here, shipped = tables.machine, tables.shipped
+    if tables.problems:
+        return "; ".join(tables.problems)
+    if tables.user is not None or (shipped is not None and device_tables.fits(shipped, here)):
+        return None
+    if shipped is None:
+        return f"none for {here.gpu}, so each op's own order holds: compile-ext tune measures"
+    other = [
+        f"{k} {v or '-'}, here {here.versions.get(k) or '-'}" for k, v in _others(shipped, here)
+    ]
+    if shipped.gpu != here.gpu:
+        other.insert(0, f"{shipped.gpu}, here {here.gpu}")
+    return f"measured with {'; '.join(other)}: compile-ext tune measures anew"
+
+
+def _others(table: Table, here: device_tables.Machine) -> Iterator[tuple[str, str]]:
+    return ((k, v) for k, v in table.versions.items() if here.versions.get(k) != v)
 
 
 def _version(package: str) -> str:

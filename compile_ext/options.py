@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from compile_ext.ops import batch_invariant
 from compile_ext.ops.define import definitions
 from compile_ext.ops.errors import OptionError
 from compile_ext.passes import PASS_NAMES
@@ -18,6 +19,7 @@ INNERS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WHERE = "torch.compile(backend='compile_ext')"
 OWN_OPTIONS = {
+    "compile_ext.batch_invariant": "True: a token gets the same bits from our ops whatever M is",
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
@@ -40,7 +42,9 @@ class Options:
             comma-separated).
         check: compare the original and the rewritten graph on the first call.
         inner: what compiles the rewritten graph.
-        kernels: for an op, the one kernel that may run its calls.
+        kernels: for an op, the one kernel that may run its calls; with batch_invariant, that one
+            for each op that has it.
+        batch_invariant: whether no op may choose by M.
         memory_budget: bytes for derived constants, or None for the default.
         poison: whether what an op does not read, or overwrites, is NaN.
         rehome: whether a parameter may move into its padded buffer.
@@ -53,6 +57,7 @@ class Options:
     memory_budget: int | None = None
     poison: bool = False
     rehome: bool = True
+    batch_invariant: bool = False
     kernels: dict[str, str] = field(default_factory=dict)
     inductor: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +93,7 @@ class Options:
                 "Inductor's options and modes only with inner='inductor'",
                 "leave one of the two out",
             )
+        invariant = _flag(own, "compile_ext.batch_invariant", False)
         return Options(
             disable=_disabled(own.get("compile_ext.disable", ())),
             check=_flag(own, "compile_ext.check", False),
@@ -95,7 +101,8 @@ class Options:
             memory_budget=budget,
             poison=_flag(own, "compile_ext.poison", False),
             rehome=_flag(own, "compile_ext.rehome", True),
-            kernels=_kernels(own.get("compile_ext.kernels", {})),
+            batch_invariant=invariant,
+            kernels=_kernels(own.get("compile_ext.kernels", {}), invariant),
             inductor=_inductor(mode, rest) if inner == "inductor" else {},
         )
 
@@ -121,7 +128,7 @@ def _disabled(value: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _kernels(value: Any) -> dict[str, str]:
+def _kernels(value: Any, invariant: bool) -> dict[str, str]:
     name = "compile_ext.kernels"
     if not isinstance(value, Mapping):
         raise _bad(name, value, "a dict of ops and kernels", 'write e.g. {"scaled_mm": "aten"}')
@@ -131,7 +138,12 @@ def _kernels(value: Any) -> dict[str, str]:
             raise _unknown(f"op in {name}", op, kernels)
         if kernel not in kernels[op]:
             raise _unknown(f"kernel of {op} in {name}", kernel, kernels[op])
-    return dict(value)
+    forced = {op for op in kernels if batch_invariant.NAME in kernels[op]} if invariant else set()
+    for op in sorted(forced.intersection(value)):
+        if value[op] != batch_invariant.NAME:
+            wanted = f"for {op} one of the two: compile_ext.batch_invariant names its kernel"
+            raise _bad(name, value, wanted, f"leave {op!r} out of {name}")
+    return {**value, **dict.fromkeys(sorted(forced), batch_invariant.NAME)}
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

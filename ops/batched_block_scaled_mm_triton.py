@@ -54,18 +54,27 @@ def run_masked(
     masked_m: Tensor,
     expected_m: int,
     out_dtype: torch.dtype,
+    tile_m: int | None = None,
 ) -> Tensor:
+    """``tile_m``: the M that the tile is for, where it is not the one that is expected."""
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
-    _launch(a, b, scale_a, scale_b, masked_m.contiguous(), expected_m, out)
+    tile_m = tile_m or min(expected_m, a.shape[1])
+    _launch(a, b, scale_a, scale_b, masked_m.contiguous(), tile_m, out)
     return out
 
 
 def run_bmm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    tile_m: int | None = None,
 ) -> Tensor:
+    """``tile_m``: the M that the tile is for, where it is not that of a."""
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
     heads_first = a.transpose(0, 1), b, scale_a.transpose(0, 1), scale_b
-    _launch(*heads_first, None, a.shape[0], out.transpose(0, 1))
+    _launch(*heads_first, None, tile_m or a.shape[0], out.transpose(0, 1))
     return out
 
 
@@ -75,14 +84,14 @@ def _launch(
     scale_a: Tensor,
     scale_b: Tensor,
     used: Tensor | None,
-    expected_m: int,
+    tile_m: int,
     out: Tensor,
 ) -> None:
     """``out [g, m, n]``, rows contiguous, of ``a [g, m, k]`` and ``b [g, n, k]``."""
     (groups, m, k), n = a.shape, b.shape[1]
     if not out.numel():
         return
-    shape = tile(min(expected_m, m), a)
+    shape = tile(tile_m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]), groups)
     kernel: Any = _kernel
     with device_of(a):

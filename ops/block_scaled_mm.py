@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import (
+    batch_invariant,
     block_scaled_mm_aten,
     block_scaled_mm_deep_gemm,
     block_scaled_reference,
@@ -36,14 +37,15 @@ def block_scaled_mm_ref(
     scale_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    product: block_scaled_reference.Product = torch.mm,
 ) -> Tensor:
     """The specification: dequantize, multiply and add in float32, round once at the end."""
     if a.dtype == torch.bfloat16:  # the kernel quantizes its own input; scale_a is not read
         a, scale_a = quantize_fp8_groups(a, use_ue8m0=scale_b.dtype == ue8m0.E8M0)
     assert scale_a is not None  # _check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
-    product = block_scaled_reference.times_blocks(x, b, scale_b)
-    return (product if bias is None else product + bias.float()).to(out_dtype)
+    out = block_scaled_reference.times_blocks(x, b, scale_b, product)
+    return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def _check(
@@ -110,6 +112,9 @@ OP = define_op(
         ),
         Kernel("triton", triton_support.why_not, triton_support.run_of("block_scaled_mm_triton")),
         Kernel("reference", why_not=never, run=block_scaled_mm_ref),
+        batch_invariant.kernel(
+            batch_invariant.tiled("block_scaled_mm_triton"), block_scaled_mm_ref
+        ),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),

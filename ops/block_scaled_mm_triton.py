@@ -51,12 +51,14 @@ def run(
     scale_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    tile_m: int | None = None,
 ) -> Tensor:
+    """``tile_m``: the M that the tile is for, where it is not that of a."""
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty(m, n, dtype=out_dtype)
     if not out.numel():
         return out
-    shape = tile(m, a)
+    shape = tile(tile_m or m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]),)
     quantizes = a.dtype == torch.bfloat16
     scale = scale_b if quantizes or scale_a is None else scale_a  # not read where it quantizes

@@ -4,6 +4,8 @@ and the checks of the operands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,16 @@ from compile_ext.ops import checks, ue8m0
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import BLOCK, blocks_of, dequantize_fp8_blocks
 
+Product = Callable[[Tensor, Tensor], Tensor]
 
-def times_blocks(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """``x @ dequantize(b).T`` in float32: x ``[m, k]`` float32, b ``[n, k]`` float8_e4m3fn."""
+
+def times_blocks(x: Tensor, b: Tensor, scale_b: Tensor, product: Product = torch.mm) -> Tensor:
+    """``x @ dequantize(b).T`` in float32: x ``[m, k]`` float32, b ``[n, k]`` float8_e4m3fn.
+    ``product`` multiplies ``[m, k]`` by ``[k, n]``."""
     # One row of blocks at a time: a float32 copy of the whole weight, made on each call, costs more
     # than the product.
     columns = [
-        x @ dequantize_fp8_blocks(rows, row_scale).t()
+        product(x, dequantize_fp8_blocks(rows, row_scale).t())
         for rows, row_scale in zip(b.split(BLOCK), scale_b.split(1), strict=True)
     ]
     return torch.cat(columns, dim=-1)

@@ -42,6 +42,14 @@ def at_most(size: Size, bound: int) -> bool:
     return bool(guard_or_false(size <= bound))
 
 
+def known(size: Size) -> int | None:
+    """The number that a size is known to be, or None; adds no guard."""
+    if isinstance(size, int):
+        return size
+    found: int | None = size.node.maybe_as_int()
+    return found
+
+
 def dtype_in(op: str, name: str, x: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in allowed:
         names = " or ".join(str(d).removeprefix("torch.") for d in allowed)

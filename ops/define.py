@@ -6,6 +6,7 @@ call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
-from compile_ext.ops.contract import OpContract
+from compile_ext.ops import checks, device_tables
+from compile_ext.ops.contract import Gemm, OpContract, m_of_gemm
 from compile_ext.ops.errors import GradError, KernelError
 from compile_ext.ops.registry import register_contract
 
@@ -31,7 +33,8 @@ class Kernel:
     """One implementation of an op.
 
     Args:
-        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``cute``, ``deep_gemm``.
+        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``cute``, ``deep_gemm``,
+            ``batch_invariant``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
             checked by the op.
@@ -49,19 +52,21 @@ def never(*args: Any, **kwargs: Any) -> str | None:
 
 @dataclass(frozen=True)
 class OpDefinition:
-    """What ``define_op`` made: the overload and its kernels in order of preference."""
+    """What ``define_op`` made: the overload, its kernels in order of preference, and which
+    arguments form the GEMM, if it is one."""
 
     overload: OpOverload
     kernels: tuple[Kernel, ...]
+    gemm: Gemm | None = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Of the op, without the namespace."""
         return str(self.overload._schema.name).removeprefix(f"{NAMESPACE}::")
 
     def kernel_for(self, *args: Any, pinned: str | None = None) -> tuple[Kernel, dict[str, str]]:
-        """The first kernel that can run these arguments, and why each earlier one cannot; or the
-        ``pinned`` one.
+        """The kernel that runs these arguments, and why each one before it does not: the ``pinned``
+        one, or that of a measured table, or the first of the tuple that can.
 
         Raises:
             KernelError: the op has no such kernel, or it cannot run these arguments.
@@ -69,15 +74,74 @@ class OpDefinition:
         if pinned is not None:
             return self._named(pinned, args), {}
         reasons: dict[str, str] = {}
+        name = self._measured(args)
+        if name is not None:
+            fastest = self._find(name)
+            reason = fastest.why_not(*args) if fastest else "the op has no such kernel"
+            if fastest and reason is None:
+                return fastest, self._slower[name]
+            reasons[name] = f"measured as the fastest, but {reason}"
         for kernel in self.kernels:
+            if kernel.name in reasons:
+                continue
             reason = kernel.why_not(*args)
             if reason is None:
                 return kernel, reasons
             reasons[kernel.name] = reason
         raise AssertionError(f"{self.overload} has no reference kernel")  # define_op sees to it
 
+    def measured_ranges(self, args: tuple[Any, ...]) -> device_tables.Ranges | None:
+        """The rows of this call's N and K, for all M, in the measured tables of its device. None
+        where there are none, on the CPU among others."""
+        if self.gemm is None or not args[0].is_cuda:
+            return None
+        by_shape = device_tables.ranges_of(args[0].get_device())
+        if not by_shape:
+            return None
+        shape = args[self._at[1]].shape  # the ops of this package take their weights as [n, k]
+        n, k = shape[-2], shape[-1]
+        if type(n) is not int or type(k) is not int:
+            n, k = checks.known(n), checks.known(k)
+        return by_shape.get((self.name, n, k))
+
+    def _measured(self, args: tuple[Any, ...]) -> str | None:
+        """The name that the tables have for this call; None where M is known only at run time."""
+        ranges = self.measured_ranges(args)
+        if ranges is None:
+            return None
+        a = args[self._at[0]]
+        shape = a.shape
+        if len(shape) == 2:
+            m = shape[0]
+        else:
+            assert self.gemm is not None
+            m = m_of_gemm(self.overload, self.gemm, a)
+        if type(m) is not int:
+            m = checks.known(m)
+        return None if m is None else ranges.kernel(m)
+
+    @functools.cached_property
+    def _at(self) -> tuple[int, int]:
+        """Positions of the activation and the weight among the arguments."""
+        assert self.gemm is not None
+        names = [x.name for x in self.overload._schema.arguments]
+        return names.index(self.gemm.a), names.index(self.gemm.b)
+
+    @functools.cached_property
+    def _slower(self) -> dict[str, dict[str, str]]:
+        """What is said of the kernels in front of one that a table prefers. Made once: it is on the
+        path of every call."""
+        names = [k.name for k in self.kernels]
+        return {
+            name: {other: f"{name} is measured as faster" for other in names[:i]}
+            for i, name in enumerate(names)
+        }
+
+    def _find(self, name: str) -> Kernel | None:
+        return next((k for k in self.kernels if k.name == name), None)
+
     def _named(self, name: str, args: tuple[Any, ...]) -> Kernel:
-        kernel = next((k for k in self.kernels if k.name == name), None)
+        kernel = self._find(name)
         if kernel is None:
             names = ", ".join(k.name for k in self.kernels)
             raise KernelError(self.name, f"kernel {name!r}", names, "name one of them, or none")
@@ -118,16 +182,17 @@ def define_op(
             errors come at trace time where a fake can show them) and before every kernel.
         fake: gets checked arguments, returns empty tensors of the results' shapes, strides and
             dtypes.
-        kernels: in order of preference; the last is the reference and always runs.
+        kernels: in order of preference, the reference among them, which always runs: what stands
+            behind it runs only where a call names it.
     """
-    if kernels[-1].name != "reference" or kernels[-1].why_not is not never:
-        raise AssertionError(f"the last kernel of {schema} must be the reference")
+    if not any(k.name == "reference" and k.why_not is never for k in kernels):
+        raise AssertionError(f"a kernel of {schema} must be the reference, which always runs")
     name = schema.split("(", 1)[0]
     # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
     pinnable = schema.replace(") ->", f", str? {PINNED}=None) ->", 1)
     _LIBRARY.define(pinnable, tags=(torch.Tag.pt2_compliant_tag,))
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    definition = OpDefinition(overload, kernels)
+    definition = OpDefinition(overload, kernels, contract.gemm)
     count = len(overload._schema.arguments) - 1
 
     def checked(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], str | None]:

@@ -79,6 +79,10 @@ class KernelError(CompileExtError, ValueError):
     """A kernel that a call asks for by name is none of its op's, or cannot run it."""
 
 
+class TableError(CompileExtError, ValueError):
+    """A file is no kernel table, or a table cannot be written."""
+
+
 class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 

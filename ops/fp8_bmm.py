@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference, fp8_bmm_deep_gemm, triton_support
+from compile_ext.ops import (
+    batch_invariant,
+    block_scaled_reference,
+    fp8_bmm_deep_gemm,
+    triton_support,
+)
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import dequantize_fp8_groups
@@ -20,13 +25,20 @@ NAME = "fp8_bmm"
 
 
 def fp8_bmm_ref(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    product: block_scaled_reference.Product = torch.mm,
 ) -> Tensor:
     """The specification: one product for each head."""
     x = dequantize_fp8_groups(a, scale_a)
     out = a.new_empty(*a.shape[:2], b.shape[1], dtype=out_dtype)
     for head in range(b.shape[0]):
-        out[:, head] = block_scaled_reference.times_blocks(x[:, head], b[head], scale_b[head])
+        out[:, head] = block_scaled_reference.times_blocks(
+            x[:, head], b[head], scale_b[head], product
+        )
     return out
 
 
@@ -52,6 +64,9 @@ OP = define_op(
             triton_support.run_of("batched_block_scaled_mm_triton", "run_bmm"),
         ),
         Kernel("reference", why_not=never, run=fp8_bmm_ref),
+        batch_invariant.kernel(
+            batch_invariant.tiled("batched_block_scaled_mm_triton", "run_bmm"), fp8_bmm_ref
+        ),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", m_axis=0),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import (
+    batch_invariant,
     block_scaled_reference,
     checks,
     grouped_block_scaled_mm_deep_gemm,
@@ -31,6 +32,7 @@ def grouped_block_scaled_mm_ref(
     scale_b: Tensor,
     m_indices: Tensor,
     out_dtype: torch.dtype,
+    product: block_scaled_reference.Product = torch.mm,
 ) -> Tensor:
     """The specification: all rows with each weight, of which a row keeps that of its group.
 
@@ -40,8 +42,8 @@ def grouped_block_scaled_mm_ref(
     x = dequantize_fp8_groups(a, scale_a)
     out = a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
     for group, (weight, scale) in enumerate(zip(b, scale_b, strict=True)):
-        product = block_scaled_reference.times_blocks(x, weight, scale).to(out_dtype)
-        out = torch.where((m_indices == group).unsqueeze(1), product, out)
+        rows = block_scaled_reference.times_blocks(x, weight, scale, product).to(out_dtype)
+        out = torch.where((m_indices == group).unsqueeze(1), rows, out)
     return out
 
 
@@ -89,6 +91,9 @@ OP = define_op(
             triton_support.run_of("grouped_block_scaled_mm_triton"),
         ),
         Kernel("reference", why_not=never, run=grouped_block_scaled_mm_ref),
+        batch_invariant.kernel(
+            batch_invariant.tiled("grouped_block_scaled_mm_triton"), grouped_block_scaled_mm_ref
+        ),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b"),

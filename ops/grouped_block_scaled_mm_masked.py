@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import (
+    batch_invariant,
     block_scaled_reference,
     checks,
     grouped_block_scaled_mm_masked_deep_gemm,
@@ -33,14 +34,15 @@ def grouped_block_scaled_mm_masked_ref(
     masked_m: Tensor,
     expected_m: int,
     out_dtype: torch.dtype,
+    product: block_scaled_reference.Product = torch.mm,
 ) -> Tensor:
     """The specification: all rows of each group, then 0 for those that are not in use."""
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[1], dtype=out_dtype)
     rows = torch.arange(a.shape[1], device=a.device)
     for group in range(b.shape[0]):
         x = dequantize_fp8_groups(a[group], scale_a[group])
-        product = block_scaled_reference.times_blocks(x, b[group], scale_b[group])
-        out[group] = product.masked_fill((rows >= masked_m[group]).unsqueeze(1), 0)
+        all_rows = block_scaled_reference.times_blocks(x, b[group], scale_b[group], product)
+        out[group] = all_rows.masked_fill((rows >= masked_m[group]).unsqueeze(1), 0)
     return out
 
 
@@ -99,6 +101,10 @@ OP = define_op(
             triton_support.run_of("batched_block_scaled_mm_triton", "run_masked"),
         ),
         Kernel("reference", why_not=never, run=grouped_block_scaled_mm_masked_ref),
+        batch_invariant.kernel(
+            batch_invariant.tiled("batched_block_scaled_mm_triton", "run_masked"),
+            grouped_block_scaled_mm_masked_ref,
+        ),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", m_axis=1),

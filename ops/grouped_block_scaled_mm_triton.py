@@ -53,12 +53,14 @@ def run(
     scale_b: Tensor,
     m_indices: Tensor,
     out_dtype: torch.dtype,
+    tile_m: int = _ROWS,
 ) -> Tensor:
+    """``tile_m``: the M that the tile is for; its rows divide those of a group."""
     (m, k), (groups, n) = a.shape, b.shape[:2]
     out = a.new_empty(m, n, dtype=out_dtype)
     if not out.numel():
         return out
-    shape = tile(_ROWS, a)
+    shape = tile(tile_m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]),)
     kernel: Any = _kernel
     with device_of(a):

@@ -53,6 +53,12 @@ def quantize_fp8_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Ten
         ``q [m, k]`` float8_e4m3fn and ``scale [m, ceil(k/128)]`` float32 with strides
         ``(1, m rounded up to 4)``: column-major with 16-byte columns, what TMA reads.
     """
+    q, scale = quantize_groups(x)
+    return q, _column_major(scale)
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize_fp8_groups`` with scales in rows."""
     dtype_in("quantize_fp8_groups", "x", x, _FLOATS)
     rank_is("quantize_fp8_groups", "x", x, 2)
     k = x.shape[1]
@@ -65,7 +71,7 @@ def quantize_fp8_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Ten
         q = _to_fp8(x.float() / scale[:, groups])
     else:
         q = _to_fp8(grouped / scale.unsqueeze(-1)).flatten(1)
-    return q.contiguous(), _column_major(scale)
+    return q.contiguous(), scale
 
 
 def quantize_fp8_blocks(w: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import functools
 
 from torch import Tensor
 
-from compile_ext.ops import router_gemm_aten, router_reference
+from compile_ext.ops import batch_invariant, router_gemm_aten, router_reference, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
@@ -24,6 +24,9 @@ OP = define_op(
     kernels=(
         Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
         Kernel("reference", why_not=never, run=router_reference.router_gemm_ref),
+        batch_invariant.kernel(
+            triton_support.run_of("router_gemm_triton"), router_reference.router_gemm_ref
+        ),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", bias="bias"),

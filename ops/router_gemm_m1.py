@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_ext.ops import checks, router_gemm_aten, router_reference
+from compile_ext.ops import (
+    batch_invariant,
+    checks,
+    router_gemm_aten,
+    router_reference,
+    triton_support,
+)
 from compile_ext.ops.contract import Gemm, OpContract, m_of
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.errors import ShapeError
@@ -35,6 +41,9 @@ OP = define_op(
     kernels=(
         Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
         Kernel("reference", why_not=never, run=router_reference.router_gemm_ref),
+        batch_invariant.kernel(
+            triton_support.run_of("router_gemm_triton"), router_reference.router_gemm_ref
+        ),
     ),
     contract=OpContract(gemm=Gemm(a="a", b="b", bias="bias"), prewait_reads=("b", "bias")),
 )

@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import block_scaled_reference, checks
 from compile_ext.ops.errors import RankError
 
 
-def router_gemm_ref(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """The specification: products and sum in float32."""
-    return torch.nn.functional.linear(a.float(), b.float(), None if bias is None else bias.float())
+def router_gemm_ref(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    product: block_scaled_reference.Product | None = None,
+) -> Tensor:
+    """The specification: products and sum in float32. ``product`` multiplies ``[m, k]`` by
+    ``[k, n]`` where it is not for ``linear`` to choose."""
+    x, w, added = a.float(), b.float(), None if bias is None else bias.float()
+    if product is None:
+        return torch.nn.functional.linear(x, w, added)
+    out = product(x.reshape(-1, x.shape[-1]), w.t())
+    return (out if added is None else out + added).view(*a.shape[:-1], w.shape[0])
 
 
 def check(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks, scaled_mm_aten, triton_support
+from compile_ext.ops import (
+    batch_invariant,
+    block_scaled_reference,
+    checks,
+    scaled_mm_aten,
+    triton_support,
+)
 from compile_ext.ops.contract import Align, Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.quantize import fp8_to_float32
@@ -24,13 +30,14 @@ def scaled_mm_ref(
     scale_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    product: block_scaled_reference.Product = torch.mm,
 ) -> Tensor:
     """The specification: everything in float32, rounded once at the end."""
     x = fp8_to_float32(a)
     # Some rows at a time: the float32 copy of an LM head, 50257 x 256, is 51 MB; a small one stays
     # in the cache.
-    product = torch.cat([x @ fp8_to_float32(rows).t() for rows in b.split(_ROWS_AT_ONCE)], dim=-1)
-    scaled = product * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
+    parts = [product(x, fp8_to_float32(rows).t()) for rows in b.split(_ROWS_AT_ONCE)]
+    scaled = torch.cat(parts, dim=-1) * scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)
 
 
@@ -75,6 +82,7 @@ OP = define_op(
         Kernel("aten", why_not=scaled_mm_aten.why_not, run=scaled_mm_aten.run),  # cuBLASLt
         Kernel("triton", triton_support.why_not, triton_support.run_of("scaled_mm_triton")),
         Kernel("reference", why_not=never, run=scaled_mm_ref),
+        batch_invariant.kernel(batch_invariant.tiled("scaled_mm_triton"), scaled_mm_ref),
     ),
     contract=OpContract(
         gemm=Gemm(a="a", b="b", scale_a="scale_a", scale_b="scale_b", bias="bias"),

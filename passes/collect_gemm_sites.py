@@ -16,6 +16,7 @@ from compile_ext.ops.contract import Gemm, m_of_gemm
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.kernels_by_m import kernels_by_m
 from compile_ext.passes.op_calls import OpCall, overload, read_call
 from compile_ext.passes.regions import TRANSFORM
 from compile_ext.passes.report import Site
@@ -42,11 +43,12 @@ def _site(call: OpCall, gemm: Gemm) -> Site | None:
     out = next((x for x in map(tensor, _outputs(call)) if x is not None), None)
     if a is None or b is None or b.dim() < 2:
         return None
-    kernel, passed_over = _kernel(call)
+    m = m_of_gemm(call.op, gemm, a)
+    kernel, passed_over = _kernel(call, m)
     n, k = b.shape[-2:] if gemm.layout == "nt" else b.shape[-2:][::-1]
     return Site(
         op=call.op._schema.name,
-        m=bounds(m_of_gemm(call.op, gemm, a)),
+        m=bounds(m),
         n=_size(n),
         k=_size(k),
         a_dtype=dtype_name(a),
@@ -64,17 +66,21 @@ def _outputs(call: OpCall) -> list[Any]:
     return [call.node, *(call.arguments[name] for name in call.contract.overwritten)]
 
 
-def _kernel(call: OpCall) -> tuple[str, tuple[str, ...]]:
+def _kernel(call: OpCall, m: int | torch.SymInt) -> tuple[str, tuple[str, ...]]:
     definition = definition_of(call.op)
     if definition is None:
         return "-", ()
     values: dict[str, Any] = dict(fakes(call.arguments))
     pinned = values.pop(PINNED)
-    kernel, reasons = definition.kernel_for(*values.values(), pinned=pinned)
+    args = tuple(values.values())
+    kernel, reasons = definition.kernel_for(*args, pinned=pinned)
+    name = kernel.name
+    if pinned is None and isinstance(m, torch.SymInt) and not is_static(m):
+        name = kernels_by_m(definition, args, m, otherwise=name)
     names: dict[str, list[str]] = {}  # one line for all that say the same
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    return kernel.name, tuple(f"{', '.join(same)}: {reason}" for reason, same in names.items())
+    for other, reason in reasons.items():
+        names.setdefault(reason, []).append(other)
+    return name, tuple(f"{', '.join(same)}: {reason}" for reason, same in names.items())
 
 
 def _size(size: int | torch.SymInt) -> int | str:

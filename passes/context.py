@@ -43,6 +43,7 @@ class PassContext:
         cost: ``(derivation, parameter, bytes of the result) -> bytes`` that a constant takes.
         poison: what an op does not read is NaN (``compile_ext.poison``).
         kernels: for an op, by its name without the namespace, the kernel that its calls name.
+        batch_invariant: no rewrite may depend on M (``compile_ext.batch_invariant``).
         pass_name: the pass that runs; the pipeline sets it.
     """
 
@@ -52,6 +53,7 @@ class PassContext:
     cost: Callable[[Derivation, Tensor, int], int] = lambda how, p, nbytes: nbytes
     poison: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
+    batch_invariant: bool = False
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.

@@ -1,10 +1,12 @@
-"""Name the kernel of an op's calls, where the user has pinned one (``compile_ext.kernels``).
+"""Name the kernel of an op's calls, where the user has pinned one (``compile_ext.kernels``), or
+``compile_ext.batch_invariant`` has.
 
     before: y = scaled_mm(a, b, ..., dtype)          after: y = scaled_mm(a, b, ..., dtype, "aten")
 
 Legal: always; a kernel that cannot run the call is an error when the graph is compiled, or when it
 runs where that depends on M.
-Bails: the call names a kernel itself.
+Bails: the call names a kernel itself. With batch_invariant, every GEMM without that kernel is
+reported.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ def pin_kernels(graph: Graph, ctx: PassContext) -> None:
         call = read_call(node)
         definition = definition_of(call.op) if call is not None else None
         if call is None or definition is None or definition.name not in ctx.kernels:
+            if ctx.batch_invariant and call is not None and call.contract.gemm is not None:
+                ctx.skipped(node, "compile_ext.batch_invariant does not reach this op")
             continue
         kernel = ctx.kernels[definition.name]
         named = call.arguments[PINNED]

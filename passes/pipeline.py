@@ -20,6 +20,7 @@ from compile_ext.passes.fuse_norm_quantize import fuse_norm_quantize
 from compile_ext.passes.lower_router_linear import lower_router_linear
 from compile_ext.passes.pin_kernels import pin_kernels
 from compile_ext.passes.printer import print_graph
+from compile_ext.passes.quantize_activations import quantize_activations
 from compile_ext.passes.regions import mark_regions
 from compile_ext.passes.specialize_m1 import specialize_m1
 from compile_ext.passes.strip_placeholder_fills import strip_placeholder_fills
@@ -30,6 +31,7 @@ Pass = Callable[[Graph, PassContext], None]
 
 PASSES: tuple[Pass, ...] = (
     fold_parameter_math,  # first: what it makes a constant, the next one can pad
+    quantize_activations,  # what it inserts, the next one fuses
     fuse_norm_quantize,  # before padding, which computes a quantization at other extents
     fold_weight_padding,  # early: it changes N and K, which everything after it reads
     strip_placeholder_fills,  # after folding: a fill that fed a folded pad is gone by now

@@ -33,7 +33,8 @@ class Site:
         a_dtype, b_dtype, out_dtype: without the ``torch.`` prefix.
         scales: shapes of scale_a and scale_b, ``-`` for none.
         bias: whether there is one.
-        kernel: the kernel that runs (for a third-party op, its own: ``-``).
+        kernel: the kernel that runs (for a third-party op, its own: ``-``); where that depends on
+            M, each with its range.
         passed_over: why each kernel that would be preferred does not: ``name: reason``.
     """
 

@@ -7,7 +7,7 @@ recompile.
 Legal: the contract names a variant, and no node of the graph writes the weight: the variant may
 read weights before the PDL wait, which is unsound behind a kernel that has just written them.
 (router_gemm_m1 runs router_gemm's kernels so far; the op marks the place.)
-Bails: M is not 1 or not static; the weight has a writer in the graph.
+Bails: M is not 1 or not static; the weight has a writer in the graph; compile_ext.batch_invariant.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
 
 
 def _why_not(call: OpCall, ctx: PassContext) -> str | None:
+    if ctx.batch_invariant:
+        return "compile_ext.batch_invariant wants one op for every M"
     gemm = call.contract.gemm
     assert gemm is not None
     a = tensor(call.arguments[gemm.a])

@@ -102,6 +102,12 @@ def is_static(size: Any) -> bool:
     return isinstance(size, int)
 
 
+def value_in_this_call(x: torch.SymFloat) -> float:
+    """The number that an input of the graph is in the call that compiles it; adds no guard."""
+    with x.node.shape_env.suppress_guards():
+        return float(x)
+
+
 def has_free_size(value: Any) -> bool:
     """Whether a size of this tensor comes from data (``x[mask]``), and not from a shape."""
     found = tensor(value)

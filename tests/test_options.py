@@ -13,7 +13,7 @@ from compile_ext.passes import PASS_NAMES
 
 
 def test_defaults() -> None:
-    assert Options.parse() == Options(frozenset(), False, "inductor", None, False, True, {}, {})
+    assert Options.parse() == Options(frozenset(), False, "inductor", None, False, True, False, {}, {})
 
 
 def test_own_and_inductor_options_side_by_side() -> None:
@@ -37,6 +37,19 @@ def test_options_win_over_the_mode() -> None:
     assert got.inductor["triton.cudagraphs"] is False
 
 
+def test_batch_invariant_names_the_kernel_of_each_op_that_has_it() -> None:
+    kernels = {"rms_norm_quantize_fp8": "reference", "scaled_mm": "batch_invariant"}
+    got = Options.parse(
+        options={"compile_ext.batch_invariant": True, "compile_ext.kernels": kernels}
+    )
+    gemms = ["block_scaled_mm", "fp8_bmm", "grouped_block_scaled_mm"]
+    gemms += ["grouped_block_scaled_mm_masked", "router_gemm", "router_gemm_m1", "scaled_mm"]
+    assert got.kernels == {
+        "rms_norm_quantize_fp8": "reference",
+        **dict.fromkeys(gemms, "batch_invariant"),
+    }
+
+
 def test_environment_adds_to_disable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILE_EXT_DISABLE", "specialize_m1, lower_router_linear")
     got = Options.parse(options={"compile_ext.disable": ["fold_weight_padding"]})
@@ -57,8 +70,13 @@ REFUSED = {
     "kernels of no op": ({"compile_ext.kernels": {"scaled_m": "aten"}}, ["did you mean scaled_mm"]),
     "kernels of another op": (
         {"compile_ext.kernels": {"scaled_mm": "deep_gemm"}},
-        ["kernel of scaled_mm", "'deep_gemm'", "one of aten, triton, reference"],
+        ["kernel of scaled_mm", "'deep_gemm'", "one of aten, triton, reference, batch_invariant"],
     ),
+    "kernels beside batch_invariant": (
+        {"compile_ext.batch_invariant": True, "compile_ext.kernels": {"scaled_mm": "triton"}},
+        ["compile_ext.kernels", "for scaled_mm one of the two", "leave 'scaled_mm' out"],
+    ),
+    "batch_invariant as text": ({"compile_ext.batch_invariant": "yes"}, ["True or False"]),
     "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),
     "inner": ({"compile_ext.inner": "nvfuser"}, ["'nvfuser'", "inductor, aot_eager, eager"]),
     "mode": ({"compile_ext.mode": "fast"}, ["'fast'", "max-autotune"]),

@@ -107,12 +107,13 @@ import compile_ext, compile_ext.ops, compile_ext.passes, compile_ext.backend, co
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_and_the_typing_marker(tmp_path):
+def test_wheel_holds_every_module_the_kernel_tables_and_the_typing_marker(tmp_path):
     # Built from a copy: an old build/ folder in the checkout would end up in the wheel.
     source = tmp_path / "source"
     sources = [file.relative_to(ROOT) for file in modules_on_disk().values()]
     marker = Path("compile_ext", "py.typed")
-    for file in [*sources, marker, Path("pyproject.toml"), Path("README.md"), Path("LICENSE")]:
+    tables = [file.relative_to(ROOT) for file in (ROOT / "ops" / "kernel_tables").iterdir()]
+    for file in [*sources, *tables, marker, Path("pyproject.toml"), Path("README.md"), Path("LICENSE")]:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         (source / file).write_bytes((ROOT / file).read_bytes())
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -124,7 +125,8 @@ def test_wheel_holds_every_module_and_the_typing_marker(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {name.replace(".", "/") + ".py" for name in modules_on_disk()}
-    assert shipped == modules | {marker.as_posix()}
+    data = {f"compile_ext/{file.as_posix()}" for file in tables}
+    assert shipped == modules | data | {marker.as_posix()}
 
 
 @pytest.mark.slow

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from compile_ext.passes.norm_quantize.expression import Expr, Table, to_float32
+from compile_ext.passes.norm_quantize.expression import (
+    Expr,
+    InputNumber,
+    Table,
+    to_float32,
+)
 from compile_ext.passes.norm_quantize.forms import FLOAT32, LOW, Value, is_one, named, widens
-from compile_ext.passes.values import dtype_name, is_static, same_size
+from compile_ext.passes.values import (
+    dtype_name,
+    is_static,
+    same_size,
+    value_in_this_call,
+)
 
 _INEXACT = object()
 
@@ -65,12 +76,8 @@ class Arithmetic:
 
     def _operand(self, x: Any, out: Value) -> Any:
         """An expression broadcast to the result's shape, or a number."""
-        if isinstance(x, torch.SymFloat):
-            return str(x)  # dynamic=True makes inputs of the floats of a model
         if not isinstance(x, Value):
-            if isinstance(x, bool) or not isinstance(x, (int, float)):
-                return None
-            return to_float32(x) if out.dtype == FLOAT32 else float(x)
+            return _number(x, to_float32 if out.dtype == FLOAT32 else float)
         if not widens(x.dtype, out.dtype):
             return None  # a 0-dim tensor, whose dtype does not take part in the promotion
         if x.expr is not None and x.expr.op == "fill":
@@ -85,7 +92,7 @@ class Arithmetic:
 
     def clamp(self, x: Value, low: Any, high: Any, dtype: torch.dtype) -> Expr | None:
         expr = x.expr
-        bounds = [b if b is None else _in_dtype(b, dtype) for b in (low, high)]
+        bounds = [_bound(b, dtype) for b in (low, high)]
         if expr is None or x.dtype != dtype or any(b is _INEXACT for b in bounds):
             return None
         if expr.op == "clamp":  # one after the other, in any order
@@ -101,13 +108,23 @@ def _is_sum_of(x: Any, n: Any) -> bool:
     return isinstance(x, Expr) and x.op == "sum" and bool(x.args[1] == n)
 
 
-def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+def _number(x: Any, change: Callable[[float], Any]) -> Any:
+    """A number as an operation takes it; None for what is none."""
+    if isinstance(x, torch.SymFloat):
+        value = change(value_in_this_call(x))
+        return value if value is _INEXACT else InputNumber(str(x), value, partial(float, x))
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return None
+    return change(x)
+
+
+def _bound(value: Any, dtype: torch.dtype) -> Any:
     """A bound as clamp sees it, where its dtype does not change it."""
-    if isinstance(value, torch.SymFloat):
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return _INEXACT
-    if dtype == FLOAT32:
-        return to_float32(value)
-    is_exact = torch.tensor(float(value), dtype=dtype).item() == value
-    return float(value) if is_exact else _INEXACT
+
+    def change(x: float) -> Any:
+        if dtype == FLOAT32:
+            return to_float32(x)
+        return float(x) if torch.tensor(float(x), dtype=dtype).item() == x else _INEXACT
+
+    found = None if value is None else _number(value, change)
+    return _INEXACT if found is None and value is not None else found

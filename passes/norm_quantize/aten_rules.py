@@ -53,6 +53,12 @@ def _expand(make: Arithmetic, call: Call) -> Expr | None:
     return make.broadcast(call.args[0], call.out.shape)
 
 
+def _slice(make: Arithmetic, call: Call) -> Expr | None:
+    """All of it: ``x[:, index]`` begins with that."""
+    x: Value = call.args[0]
+    return x.expr if all(map(same_size, x.shape, call.out.shape)) else None
+
+
 def _cast(make: Arithmetic, call: Call) -> Expr | None:
     return make.cast(call.args[0], call.out.dtype)
 
@@ -191,6 +197,7 @@ _NO_CHANGE = (
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_NO_CHANGE, _same),
     aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
     aten._to_copy.default: _cast,
     torch.ops.prims.convert_element_type.default: _cast,
     aten.copy_.default: _copy,

@@ -15,11 +15,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 COMMUTATIVE = ("add", "mul")
+
+
+@dataclass(frozen=True)
+class InputNumber:
+    """A float that is an input of the graph (``dynamic=True`` makes inputs of a model's floats), at
+    its value in this call. What relies on the value must guard on it."""
+
+    symbol: str
+    value: float
+    guard: Callable[[], object] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{shortest(self.value):g}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +113,7 @@ class Match:
         variables: number in the pattern -> name of what it stands for.
         found: of each part of the pattern, the part of the expression.
         numbers: of each name, the number in the expression.
+        inputs: the numbers, of those that were compared, that are inputs of the graph.
         misfit: after a failure, the parts that differ, the pattern's first, behind the ``most``
             parts that did match.
     """
@@ -107,6 +121,7 @@ class Match:
     variables: dict[float, str] = field(default_factory=dict)
     found: dict[Expr, Expr] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    inputs: list[InputNumber] = field(default_factory=list)
     misfit: tuple[Expr, Expr] | None = None
     most: tuple[int, bool] = (-1, False)
 
@@ -120,14 +135,14 @@ class Match:
             return self._miss(pattern, expr)
         swaps = pattern.op in COMMUTATIVE and all(isinstance(x, Expr) for x in expr.args)
         for args in (expr.args, expr.args[::-1]) if swaps else (expr.args,):
-            before = dict(self.found), dict(self.numbers)
+            before = dict(self.found), dict(self.numbers), list(self.inputs)
             pairs = zip(pattern.args, args, strict=True)
             # The part with more structure first: what it misses says more.
             ordered = sorted(pairs, key=lambda p: isinstance(p[0], Expr) and p[0].op == "var")
             if all(self._fits_argument(p, x, pattern, expr) for p, x in ordered):
                 self.found[pattern] = expr
                 return True
-            self.found, self.numbers = before
+            self.found, self.numbers, self.inputs = before
         return False
 
     def _fits_argument(self, p: Any, x: Any, pattern: Expr, expr: Expr) -> bool:
@@ -135,10 +150,13 @@ class Match:
             return self.fits(p, x)
         if isinstance(p, Expr) or isinstance(x, Expr):
             return self._miss(pattern, expr)
+        if isinstance(x, InputNumber):
+            self.inputs.append(x)
+            x = x.value
         name = self.variables.get(p) if isinstance(p, (int, float)) else None
         if name is None:
             return bool(p == x) or self._miss(pattern, expr)
-        is_number = isinstance(x, (int, float))  # a float that is an input of the graph is a name
+        is_number = isinstance(x, (int, float))
         return (is_number and self.numbers.setdefault(name, x) == x) or self._miss(pattern, expr)
 
     def _miss(self, pattern: Expr, expr: Expr) -> bool:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+from compile_ext.ops import column_major
 from compile_ext.passes.effects import is_plain_write, written_arguments
 from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
 from compile_ext.passes.norm_quantize.expression import Expr, Table
 from compile_ext.passes.norm_quantize.forms import Value, same_shape
 from compile_ext.passes.norm_quantize.trace import Trace, evaluate
+from compile_ext.passes.op_calls import overload
 from compile_ext.passes.purity import note_ops, run_on_fakes
 from compile_ext.passes.readers import is_empty
 from compile_ext.passes.values import dtype_name, fake, tensor
@@ -70,6 +72,8 @@ class NodeExpressions:
         if is_empty(node):
             write = filled_by(node)
             return None if write is None else self._copied(write, node)
+        if overload(node) is column_major.OP:
+            return self.of(node.args[0])  # type: ignore[arg-type]
         if is_plain_write(node):
             buffer = node.args[0]
             is_fill = isinstance(buffer, Node) and is_empty(buffer) and filled_by(buffer) is node

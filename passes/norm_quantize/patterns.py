@@ -6,7 +6,7 @@ needs nothing. What decides whether two formulas are one is ``expression.py``: t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from compile_ext.ops.quantize import BLOCK, FP8_MAX, quantize_fp8_groups
 from compile_ext.ops.rms_norm_quantize_fp8 import rms_norm_ref
-from compile_ext.passes.norm_quantize.expression import Expr, Match, Table, shortest, to_float32
+from compile_ext.passes.norm_quantize.expression import (
+    Expr,
+    InputNumber,
+    Match,
+    Table,
+    shortest,
+    to_float32,
+)
 from compile_ext.passes.norm_quantize.trace import expressions_of
 
 # Sizes and numbers that no other place of a pattern has: these stand for any.
@@ -26,21 +33,24 @@ _NUMBERS = {_K: "k", _EPS: "eps"}
 
 @dataclass(frozen=True)
 class Norm:
-    """What an RMSNorm reads: ``x``, the weight (None without one), eps."""
+    """What an RMSNorm reads: ``x``, the weight (None without one), eps; ``inputs``: the numbers of
+    it that are inputs of the graph."""
 
     x: Expr
     weight: Expr | None
     eps: float
     round_before_weight: bool
     k: int
+    inputs: Sequence[InputNumber] = ()
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What 1x128 quantization reads, and its scale."""
+    """What 1x128 quantization reads, and its scale; ``inputs`` as in ``Norm``."""
 
     y: Expr
     scale: Expr
+    inputs: Sequence[InputNumber] = ()
 
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -66,7 +76,7 @@ def read_quantization(q: Expr, k: int) -> Quantization | str:
     matches = [(Match(), *_quantization_pattern(*function)) for function in functions]
     for match, y, pattern, scale in matches:
         if match.fits(pattern, q):
-            return Quantization(match.found[y], match.found[scale])
+            return Quantization(match.found[y], match.found[scale], match.inputs)
     return _difference(max((m for m, *_ in matches), key=_matched), "quantize_fp8_groups")
 
 
@@ -78,7 +88,7 @@ def read_norm(y: Expr, dtype: torch.dtype) -> Norm | str:
         if match.fits(pattern, y):
             found = None if weight is None else match.found[weight]
             eps, k = match.numbers["eps"], match.numbers["k"]
-            return Norm(match.found[x], found, shortest(eps), before, int(k))
+            return Norm(match.found[x], found, shortest(eps), before, int(k), match.inputs)
     return _difference(max((m for m, *_ in matches), key=_matched), "an RMSNorm")
 
 

@@ -29,6 +29,8 @@ def place_op(
         while before.prev is not mark:
             before.graph.erase_node(before.prev)
         return placed
+    for number in (*region.norm.inputs, *region.quantization.inputs):
+        number.guard()
     left = [*region.nodes(), *region.reads, *region.x.all_input_nodes]
     ctx.report.moved(cast, call)
     for old, new in placed.items():

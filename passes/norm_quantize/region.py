@@ -14,7 +14,7 @@ from compile_ext.passes.norm_quantize.expression import Expr
 from compile_ext.passes.norm_quantize.nodes import NodeExpressions, holds_tensors
 from compile_ext.passes.norm_quantize.patterns import Norm, Quantization
 from compile_ext.passes.readers import is_empty
-from compile_ext.passes.values import storage, tensor
+from compile_ext.passes.values import fake, storage, tensor
 
 
 class Writers:
@@ -65,9 +65,15 @@ class Region:
         inside = {*self.inner, *self.results}
         for node in sorted(self.inner):
             for user in node.users:
-                if user not in inside:
+                if user not in inside and not self._is_own_size(user):
                     return f"{user.name} reads {self._name(node)}"
         return None
+
+    def _is_own_size(self, node: Node) -> bool:
+        """A size that nothing but the quantization takes, for its views."""
+        inside = {*self.inner, *self.results}
+        is_size = isinstance(fake(node), (int, torch.SymInt))
+        return is_size and all(u in inside for u in node.users)
 
     def _name(self, node: Node) -> str:
         expr = self.exprs.of(node)

@@ -79,7 +79,7 @@ def grouped_block_scaled_mm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ..
 def grouped_block_scaled_mm_masked(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     a, scale_a = quantize_fp8_groups(torch.randn(3 * m, k).bfloat16())
     b, scale_b = expert_weights(n, k)
-    a, scale_a, masked_m = a.view(3, m, k), scale_a.unflatten(0, (3, m)), torch.tensor([1, 0, 999])
+    a, scale_a, masked_m = a.view(3, m, k), scale_a.unflatten(0, (3, m)), torch.tensor([m, m, 999])
     return a, b, scale_a, scale_b, masked_m.int(), 2, torch.float32
 
 

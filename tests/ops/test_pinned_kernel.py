@@ -14,6 +14,7 @@ import compile_ext
 from compile_ext.ops import define
 from compile_ext.ops.errors import KernelError
 from compile_ext.ops.quantize import quantize_fp8_per_token
+from compile_ext.ops.scaled_mm import scaled_mm_ref
 
 OP = torch.ops.compile_ext.scaled_mm
 
@@ -32,7 +33,7 @@ def ran() -> Iterator[list[str]]:
     kernels, names = definition.kernels, []
 
     def run_as(name: str) -> Any:
-        return lambda *args: (names.append(name), kernels[-1].run(*args))[1]
+        return lambda *args: (names.append(name), scaled_mm_ref(*args))[1]
 
     def why_not(a: Tensor, *_: Any) -> str | None:
         return None if a.shape[0] <= 4 else "takes up to 4 tokens"

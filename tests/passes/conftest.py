@@ -16,6 +16,7 @@ import compile_ext
 from compile_ext import backend as backend_module
 from compile_ext.ops import define
 from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZE
+from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.contract import Memory
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
 from compile_ext.passes import Decision, print_graph
@@ -232,7 +233,17 @@ def _assert_same(got: Any, want: Any, tolerance: float) -> None:
 def norm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for the CPU that ``fuse_norm_quantize`` sees: without one it stands back there. The
     ops themselves run their reference, as ever."""
-    for op in (RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE):
+    _pretend_kernel(monkeypatch, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
+
+
+@pytest.fixture
+def gemm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for ``quantize_activations``."""
+    _pretend_kernel(monkeypatch, BLOCK_SCALED_MM)
+
+
+def _pretend_kernel(monkeypatch: pytest.MonkeyPatch, *ops: torch._ops.OpOverload) -> None:
+    for op in ops:
         (reference,) = [k for k in define._DEFINITIONS[op].kernels if k.name == "reference"]
         kernels = (define.Kernel("test", define.never, reference.run), reference)
         monkeypatch.setitem(define._DEFINITIONS, op, define.OpDefinition(op, kernels))

@@ -335,19 +335,40 @@ def test_not_under_autocast(rewrite: Any) -> None:
     assert got.of(PASS) == [(False, "it is inside an autocast region")]
 
 
-def test_not_where_a_number_is_an_input_of_the_graph(rewrite: Any) -> None:
-    # dynamic=True makes inputs of the floats that a model reads: eps may be another tomorrow.
+def test_not_where_an_input_of_the_graph_is_another_number(rewrite: Any) -> None:
+    floor = [1e-12]
+
+    def body(x: Tensor, w: Tensor, linear: Tensor) -> Any:
+        grouped = norm(x, w).float().unflatten(-1, (-1, 128))
+        scale = grouped.abs().amax(-1).clamp(min=floor[0]) / 448.0
+        return (grouped / scale.unsqueeze(-1)).clamp(-448.0, 448.0).to(FP8), scale
+
+    got = rewrite(Model(body), tokens(5, K), dynamic=True)
+    found = "it has clamp(..., 1e-12, None) where quantize_fp8_groups has clamp(..., 1e-10, None)"
+    assert got.of(PASS) == [(False, f"not the quantization of quantize_fp8_groups: {found}")]
+
+
+def test_numbers_that_are_inputs_of_the_graph_are_guarded_on() -> None:
+    # dynamic=True makes inputs of the floats that a model reads: the module constants of
+    # quantize_fp8_groups, and an eps that may be another tomorrow.
     eps = [EPS]
 
     def body(x: Tensor, w: Tensor, linear: Tensor) -> Any:
         y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps[0])
-        return quantize((y * w).to(x.dtype))
+        return quantize_fp8_groups((y * w).to(x.dtype))
 
-    got = rewrite(Model(body), tokens(5, K), dynamic=True)
-    ((fired, reason),) = got.of(PASS)
-    assert not fired
-    assert reason.startswith("not an RMSNorm: it has add(..., zf")
-    assert reason.endswith("where an RMSNorm has add(..., eps)")
+    model, x = Model(body), tokens(5, K) * 0.01
+    options: dict[str, Any] = {"compile_ext.inner": "eager"}
+    compiled = torch.compile(model, backend="compile_ext", options=options, dynamic=True)
+    with torch.no_grad():
+        for graphs, value in ((1, EPS), (2, 0.5), (2, EPS)):
+            eps[0] = value
+            (q, scale), (want, want_scale) = compiled(x), model(x)
+            assert torch.equal(q.float(), want.float())
+            assert torch.equal(scale, want_scale)
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    decisions = [d for r in compile_ext.explain(compiled).rows for d in r.decisions]
+    assert [d.fired for d in decisions if d.pass_name == PASS] == [True]
 
 
 def test_explain_names_the_norm() -> None:
