@@ -1,7 +1,7 @@
 """``rms_norm_quantize_fp8`` of a residual stream: the sum, its RMSNorm and the FP8 quantization.
 
 sum = x + residual
-q, scale = rms_norm_quantize_fp8(sum, weight, eps, round_before_weight)
+q, scale = rms_norm_quantize_fp8(sum, weight, eps, round_before_weight, use_ue8m0)
 """
 
 from __future__ import annotations
@@ -21,16 +21,27 @@ NAME = "add_rms_norm_quantize_fp8"
 
 
 def add_rms_norm_quantize_fp8_ref(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    use_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The specification: the norm is that of the sum as it is rounded to x's dtype."""
     # A kernel writes rows, whatever the strides of its inputs are.
     total = (x + residual).contiguous()
-    return *rms_norm_quantize_fp8_ref(total, weight, eps, round_before_weight), total
+    normed = rms_norm_quantize_fp8_ref(total, weight, eps, round_before_weight, use_ue8m0)
+    return *normed, total
 
 
 def _check(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    use_ue8m0: bool = False,
 ) -> None:
     check_norm(NAME, x, weight)
     checks.dtype_in(NAME, "residual", residual, (x.dtype,))
@@ -39,14 +50,19 @@ def _check(
 
 
 def _fake(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    use_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return *fake_quantized(x), x.new_empty(x.shape)
 
 
 OP = define_op(
-    f"{NAME}(Tensor x, Tensor residual, Tensor? weight, float eps, bool round_before_weight)"
-    " -> (Tensor q, Tensor scale, Tensor sum)",
+    f"{NAME}(Tensor x, Tensor residual, Tensor? weight, float eps, bool round_before_weight,"
+    " bool use_ue8m0=False) -> (Tensor q, Tensor scale, Tensor sum)",
     check=_check,
     fake=_fake,
     kernels=(
@@ -67,13 +83,14 @@ def add_rms_norm_quantize_fp8(
     weight: Tensor | None = None,
     eps: float = 1e-6,
     round_before_weight: bool = False,
+    use_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm of ``x + residual``, quantized to FP8 in groups of 128, and the sum.
 
     Args:
         x: ``[m, k]`` bfloat16, float16 or float32, any strides, k >= 1.
         residual: ``[m, k]`` of x's dtype, any strides.
-        weight, eps, round_before_weight: as in ``rms_norm_quantize_fp8``.
+        weight, eps, round_before_weight, use_ue8m0: as in ``rms_norm_quantize_fp8``.
 
     Returns:
         ``q`` and ``scale`` as ``rms_norm_quantize_fp8`` of the sum gives them, and
@@ -82,5 +99,5 @@ def add_rms_norm_quantize_fp8(
     Raises:
         DtypeError, RankError, ShapeError, DeviceError, GradError.
     """
-    q, scale, total = OP(x, residual, weight, eps, round_before_weight)
+    q, scale, total = OP(x, residual, weight, eps, round_before_weight, use_ue8m0)
     return q, scale, total

@@ -96,7 +96,7 @@ def _launch(
     kernel: Any = _kernel
     with device_of(a):
         kernel[grid](
-            readable(a), readable(b), scale_a, scale_b, used, out,
+            readable(a), readable(b), readable(scale_a), readable(scale_b), used, out,
             m, n, k,
             *a.stride()[:2], *b.stride()[:2], *scale_a.stride(), *scale_b.stride(),
             *out.stride()[:2],

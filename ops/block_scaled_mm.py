@@ -43,11 +43,12 @@ def block_scaled_mm(
 
     Args:
         a: ``[m, k]`` float8_e4m3fn, or bfloat16: then the kernel quantizes it itself, as
-            ``quantize_fp8_groups`` does, and does not read scale_a. Rows contiguous. m = 0 gives an
-            empty result.
+            ``quantize_fp8_groups`` does (with use_ue8m0 where scale_b is float8_e8m0fnu), and does
+            not read scale_a. Rows contiguous. m = 0 gives an empty result.
         b: ``[n, k]`` float8_e4m3fn, rows contiguous.
-        scale_a: ``[m, ceil(k/128)]`` float32, any strides; None or anything where a is bfloat16.
-        scale_b: ``[ceil(n/128), ceil(k/128)]`` float32.
+        scale_a: ``[m, ceil(k/128)]`` float32 or float8_e8m0fnu, any strides; None or anything where
+            a is bfloat16.
+        scale_b: ``[ceil(n/128), ceil(k/128)]`` float32 or float8_e8m0fnu.
         bias: ``[n]`` bfloat16, float16 or float32.
         out_dtype: bfloat16, float16 or float32.
 

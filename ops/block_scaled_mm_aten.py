@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from compile_ext.ops import device, tma_rows
+from compile_ext.ops import device, tma_rows, ue8m0
 from compile_ext.ops.checks import FP8, is_zero
 from compile_ext.ops.quantize import quantize_fp8_groups
 
@@ -41,6 +41,9 @@ def why_not(
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K in multiples of {ALIGNMENT}, found N={n}, K={k}"
     reason = tma_rows.why_not(b=b) if a.dtype != FP8 else tma_rows.why_not(a=a, b=b)
+    if reason:
+        return reason
+    reason = ue8m0.why_not(scale_b=scale_b)  # scale_a is copied into float32 anyway
     if reason:
         return reason
     if out_dtype not in _OUT:

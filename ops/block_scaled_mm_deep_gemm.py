@@ -17,7 +17,7 @@ def why_not(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> str | None:
-    reason = deep_gemm_operands.why_not(a, b, scale_b, out_dtype)
+    reason = deep_gemm_operands.why_not(a, b, scale_a, scale_b, out_dtype)
     return "takes no bias" if reason is None and bias is not None else reason
 
 

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile_ext.ops.quantize import AMAX_FLOOR, BLOCK, FP8_MAX, blocks_of
-from compile_ext.ops.triton_support import device_of, has_pdl
+from compile_ext.ops.triton_support import device_of, has_pdl, readable
 
 _K_WIDTH = gl.constexpr(16)
 _FP8_MAX, _AMAX_FLOOR = gl.constexpr(FP8_MAX), gl.constexpr(AMAX_FLOOR)
@@ -85,13 +85,30 @@ def _load(at, rows, k, K, MASK: gl.constexpr, MASK_K: gl.constexpr):  # type: ig
 
 
 @gluon.jit
-def _quantize(x):  # type: ignore[no-untyped-def]
+def _scale(x):  # type: ignore[no-untyped-def]
+    """A scale in float32: itself, or what a byte of float8_e8m0fnu means."""
+    if x.dtype == gl.uint8:
+        byte = x.to(gl.uint32)
+        # 2^-127 is a subnormal, and all ones would be an infinity.
+        special = gl.where(byte == 0, 0x00400000, 0x7FC00000).to(gl.uint32)
+        bits = gl.where((byte == 0) | (byte == 0xFF), special, byte << 23)
+        value = bits.to(gl.float32, bitcast=True)
+    else:
+        value = x
+    return value
+
+
+@gluon.jit
+def _quantize(x, USE_UE8M0: gl.constexpr):  # type: ignore[no-untyped-def]
     """``quantize_fp8_groups`` of x ``[WARPS, 128, TOKENS]``, a column a group: e4m3 values, and the
     scales ``[WARPS, TOKENS]``. A NaN spreads over its group; gl.max leaves it out."""
     x = x.to(gl.float32)
     is_nan = gl.max((x != x).to(gl.int32), 1) > 0
     amax = gl.where(is_nan, float("nan"), gl.maximum(gl.max(gl.abs(x), 1), _AMAX_FLOOR))
     scale = gl.div_rn(amax, gl.full_like(amax, _FP8_MAX))
+    if USE_UE8M0:
+        power = (scale.to(gl.uint32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        scale = gl.where(power < scale, power * 2, scale)
     # div_rn: of `/` the last bit is free, and a value between two e4m3 numbers would fall to
     # another one than the reference's.
     x = gl.div_rn(x, gl.expand_dims(scale, 1) + gl.zeros_like(x))
@@ -127,12 +144,13 @@ def _products(  # type: ignore[no-untyped-def]
         x = _load(x_at + past, m < M, k + past, K, MASK_M, MASK_K)
         g = group + (step + i) * WARPS
         if QUANTIZES:
-            x, scale = _quantize(x)
+            x, scale = _quantize(x, scale_w_at.dtype.element_ty == gl.uint8)
             scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, mma)), 1)
         else:
             at = scale_x_at + g.to(gl.int64) * stride_scale_a_k
-            scale = _load(at, scale_m < M, g * 128, K, MASK_M, MASK_K)
-        scale *= _load(scale_w_at + g * stride_scale_b_k, scale_m < M, g * 128, K, False, MASK_K)
+            scale = _scale(_load(at, scale_m < M, g * 128, K, MASK_M, MASK_K))
+        at = scale_w_at + g * stride_scale_b_k
+        scale *= _scale(_load(at, scale_m < M, g * 128, K, False, MASK_K))
         # e4m3 in float16 is exact, and so is each product of two in float32.
         total += mma_v2(weights[i].to(gl.float16), x.to(gl.float16), zero) * scale
     return total
@@ -219,7 +237,7 @@ def run(
     kernel: Any = _kernel
     with device_of(a):
         kernel[(triton.cdiv(n, columns), triton.cdiv(m, tokens))](
-            a, b, scale, scale_b, bias, out,
+            a, b, readable(scale), readable(scale_b), bias, out,
             m, n, k,
             a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
             0 if bias is None else bias.stride(0),

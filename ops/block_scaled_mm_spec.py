@@ -14,6 +14,7 @@ from compile_ext.ops import (
     checks,
     tma_rows,
     triton_support,
+    ue8m0,
 )
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.define import Kernel, never
@@ -36,7 +37,7 @@ def block_scaled_mm_ref(
 ) -> Tensor:
     """The specification: dequantize, multiply and add in float32, round once at the end."""
     if a.dtype == torch.bfloat16:  # the kernel quantizes its own input; scale_a is not read
-        a, scale_a = quantize_fp8_groups(a)
+        a, scale_a = quantize_fp8_groups(a, use_ue8m0=scale_b.dtype == ue8m0.E8M0)
     assert scale_a is not None  # _check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
     out = block_scaled_reference.times_blocks(x, b, scale_b, product)

@@ -65,7 +65,7 @@ def run(
     kernel: Any = _kernel
     with device_of(a):
         kernel[grid](
-            readable(a), readable(b), scale, scale_b, bias, out,
+            readable(a), readable(b), readable(scale), readable(scale_b), bias, out,
             m, n, k,
             a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
             0 if bias is None else bias.stride(0),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import checks, ue8m0
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import BLOCK, blocks_of, dequantize_fp8_blocks
 
@@ -60,14 +60,14 @@ def check_operands(
 
 def check_scale_a(op: str, a: Tensor, scale_a: Tensor) -> None:
     """One scale for 128 features of a row of ``a [..., k]``."""
-    checks.dtype_in(op, "scale_a", scale_a, (torch.float32,))
+    checks.dtype_in(op, "scale_a", scale_a, ue8m0.SCALES)
     checks.shape_is(op, "scale_a", scale_a, (*a.shape[:-1], blocks_of(a.shape[-1])))
 
 
 def check_scale_b(op: str, b: Tensor, scale_b: Tensor) -> None:
     """One scale for each 128x128 block of ``b [..., n, k]``."""
     *lead, n, k = b.shape
-    checks.dtype_in(op, "scale_b", scale_b, (torch.float32,))
+    checks.dtype_in(op, "scale_b", scale_b, ue8m0.SCALES)
     checks.shape_is(op, "scale_b", scale_b, (*lead, blocks_of(n), blocks_of(k)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_support, device, tma_rows
+from compile_ext.ops import deep_gemm_support, device, tma_rows, ue8m0
 from compile_ext.ops.checks import FP8, is_zero, same
 
 CAPABILITY = (9, 0)
@@ -16,7 +16,9 @@ N_MULTIPLE, K_MULTIPLE = 64, 128
 _SCALE_ROWS = 4  # a column of scale_a begins at a multiple of 16 bytes
 
 
-def why_not(a: Tensor, b: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> str | None:
+def why_not(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor, out_dtype: torch.dtype
+) -> str | None:
     """Why DeepGEMM cannot multiply ``a [..., k]`` with ``b [..., n, k]`` here, or None."""
     reason = device.why_not(a, CAPABILITY, exactly=True)
     if reason:
@@ -28,6 +30,9 @@ def why_not(a: Tensor, b: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> st
         wanted = f"N in multiples of {N_MULTIPLE} and K in multiples of {K_MULTIPLE}"
         return f"needs {wanted}, found N={n}, K={k}"
     reason = tma_rows.why_not(a=a, b=b)
+    if reason:
+        return reason
+    reason = ue8m0.why_not(scale_a=scale_a, scale_b=scale_b)  # packed ones are for SM100
     if reason:
         return reason
     if not scale_b.is_contiguous():

@@ -88,8 +88,8 @@ def fp8_bmm(
         a: ``[b, h, r]`` float8_e4m3fn, rows contiguous: b tokens of h heads. b = 0 gives an empty
             result.
         b: ``[h, d, r]`` float8_e4m3fn, rows contiguous: one weight a head.
-        scale_a: ``[b, h, ceil(r/128)]`` float32, any strides.
-        scale_b: ``[h, ceil(d/128), ceil(r/128)]`` float32.
+        scale_a: ``[b, h, ceil(r/128)]`` float32 or float8_e8m0fnu, any strides.
+        scale_b: ``[h, ceil(d/128), ceil(r/128)]`` float32 or float8_e8m0fnu.
         out_dtype: bfloat16, float16 or float32.
 
     Returns:

@@ -12,7 +12,7 @@ from compile_ext.ops.triton_support import device_of
 def why_not(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> str | None:
-    return deep_gemm_operands.why_not(a, b, scale_b, out_dtype)
+    return deep_gemm_operands.why_not(a, b, scale_a, scale_b, out_dtype)
 
 
 def run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:

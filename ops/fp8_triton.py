@@ -31,7 +31,23 @@ def operand(x, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def quantize(x, axis: tl.constexpr, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_value(x):  # type: ignore[no-untyped-def]
+    """A scale in float32: itself, or what a byte of float8_e8m0fnu means."""
+    if x.dtype == tl.uint8:
+        byte = x.to(tl.uint32)
+        # 2^-127 is a subnormal, and all ones would be an infinity.
+        special = tl.where(byte == 0, 0x00400000, 0x7FC00000).to(tl.uint32)
+        bits = tl.where((byte == 0) | (byte == 0xFF), special, byte << 23)
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = x
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantize(  # type: ignore[no-untyped-def]
+    x, axis: tl.constexpr, HAS_FP8: tl.constexpr, USE_UE8M0: tl.constexpr = False
+):  # fmt: skip
     """``quantize_fp8_groups`` of one group along ``axis``: the operand for ``tl.dot``, and the
     scale, whose ``axis`` has size 1. A NaN spreads over its group."""
     x = x.to(tl.float32)
@@ -40,6 +56,9 @@ def quantize(x, axis: tl.constexpr, HAS_FP8: tl.constexpr):  # type: ignore[no-u
     amax = tl.maximum(tl.max(tl.abs(x), axis, keep_dims=True), AMAX_FLOOR)
     scale = tl.where(is_nan, float("nan"), amax)
     scale = tl.div_rn(scale, tl.full(scale.shape, FP8_MAX, tl.float32))
+    if USE_UE8M0:
+        power = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(power < scale, power * 2, scale)
     # div_rn: of `/` the last bit is free, and a value between two e4m3 numbers would fall to
     # another one than the reference's.
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))

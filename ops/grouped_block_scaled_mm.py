@@ -121,8 +121,8 @@ def grouped_block_scaled_mm(
     Args:
         a: ``[m, k]`` float8_e4m3fn, rows contiguous. m = 0 gives an empty result.
         b: ``[g, n, k]`` float8_e4m3fn, rows contiguous: one weight a group.
-        scale_a: ``[m, ceil(k/128)]`` float32, any strides.
-        scale_b: ``[g, ceil(n/128), ceil(k/128)]`` float32.
+        scale_a: ``[m, ceil(k/128)]`` float32 or float8_e8m0fnu, any strides.
+        scale_b: ``[g, ceil(n/128), ceil(k/128)]`` float32 or float8_e8m0fnu.
         m_indices: ``[m]`` int32, the group of each row. A negative one, or one >= g, is no group:
             the row of the result is 0, whatever the row of a holds. (One >= g is a mistake, but to
             refuse it the host would have to wait for the device.)

@@ -26,7 +26,7 @@ def why_not(
     out_dtype: torch.dtype,
 ) -> str | None:
     return (
-        deep_gemm_operands.why_not(a, b, scale_b, out_dtype)
+        deep_gemm_operands.why_not(a, b, scale_a, scale_b, out_dtype)
         or deep_gemm_operands.why_not_stacked(b=b)
         or triton_support.why_not(a)
         or _why_not_rows()

@@ -129,8 +129,8 @@ def grouped_block_scaled_mm_masked(
     Args:
         a: ``[g, m_max, k]`` float8_e4m3fn, rows contiguous.
         b: ``[g, n, k]`` float8_e4m3fn, rows contiguous: one weight a group.
-        scale_a: ``[g, m_max, ceil(k/128)]`` float32, any strides.
-        scale_b: ``[g, ceil(n/128), ceil(k/128)]`` float32.
+        scale_a: ``[g, m_max, ceil(k/128)]`` float32 or float8_e8m0fnu, any strides.
+        scale_b: ``[g, ceil(n/128), ceil(k/128)]`` float32 or float8_e8m0fnu.
         masked_m: ``[g]`` int32, the rows in use of each group; a value outside 0..m_max counts as
             the nearest inside.
         expected_m: at least 1, the rows that a group is expected to use. A hint for the choice of a

@@ -26,7 +26,7 @@ def why_not(
     out_dtype: torch.dtype,
 ) -> str | None:
     reason = deep_gemm_operands.why_not(
-        a, b, scale_b, out_dtype
+        a, b, scale_a, scale_b, out_dtype
     ) or deep_gemm_operands.why_not_stacked(a=a, b=b)
     m_max = a.shape[1]
     # A symbol counts as what fits: it is a number when the kernel runs, and is asked again.

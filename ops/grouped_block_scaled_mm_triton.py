@@ -65,7 +65,8 @@ def run(
     kernel: Any = _kernel
     with device_of(a):
         kernel[grid](
-            readable(a), readable(b), scale_a, scale_b, m_indices.contiguous(), out,
+            readable(a), readable(b), readable(scale_a), readable(scale_b),
+            m_indices.contiguous(), out,
             m, n, k, groups,
             a.stride(0), b.stride(0), b.stride(1), *scale_a.stride(), *scale_b.stride(),
             HAS_FP8=has_fp8(a), EVEN_K=k % BLOCK == 0,

@@ -4,7 +4,9 @@ producer.
 A scale multiplies to dequantize: ``x ~ q.float() * scale``. Each scale is ``amax / 448`` of its
 group, where 448 is the largest finite e4m3 value (OCP 8-bit floating point specification, E4M3). An
 all-zero group gets the scale of amax = 1e-10, so that nothing divides by zero; a NaN or infinity in
-a group spreads over it.
+a group spreads over it. With ``use_ue8m0`` a scale is rounded up to a power of two, as activations
+are quantized for checkpoints with ``scale_fmt: ue8m0``; it is float32 all the same, and
+``scale.to(torch.float8_e8m0fnu)`` is exact.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_ext.ops import ue8m0
 from compile_ext.ops.checks import FP8, dtype_in, rank_is, shape_is
 
 BLOCK = 128
@@ -39,11 +42,12 @@ def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _to_fp8(x / scale).contiguous(), scale  # of a transposed x too: scaled_mm needs rows
 
 
-def quantize_fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_fp8_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """One scale for each group of 128 features of a token; the last group may be partial.
 
     Args:
         x: ``[m, k]`` bfloat16, float16 or float32.
+        use_ue8m0: whether scales are powers of two.
 
     Returns:
         ``q [m, k]`` float8_e4m3fn and ``scale [m, ceil(k/128)]`` float32 with strides
@@ -59,7 +63,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     rank_is("quantize_fp8_groups", "x", x, 2)
     k = x.shape[1]
     grouped = _pad_to_blocks(x.float(), (1,)).unflatten(1, (-1, BLOCK))
-    scale = _scale(grouped.abs().amax(dim=-1))
+    scale = _scale(grouped.abs().amax(dim=-1), use_ue8m0)
     if k % BLOCK:
         # By an index that Inductor does not see through: of a quotient by scale[m, i // 128] over a
         # k that is no multiple of 128, its C++ leaves the last k % 128 columns out (torch 2.13).
@@ -70,11 +74,12 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.contiguous(), scale
 
 
-def quantize_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_fp8_blocks(w: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """One scale for each 128x128 block of a weight; the last blocks may be partial.
 
     Args:
         w: ``[n, k]`` bfloat16, float16 or float32.
+        use_ue8m0: whether scales are powers of two.
 
     Returns:
         ``q [n, k]`` float8_e4m3fn and ``scale [ceil(n/128), ceil(k/128)]`` float32.
@@ -83,26 +88,27 @@ def quantize_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
     rank_is("quantize_fp8_blocks", "w", w, 2)
     n, k = w.shape
     blocks = _pad_to_blocks(w.float(), (0, 1)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = _scale(blocks.abs().amax(dim=(1, 3)))
+    scale = _scale(blocks.abs().amax(dim=(1, 3)), use_ue8m0)
     q = _to_fp8(blocks / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)
     return q[:n, :k].contiguous(), scale
 
 
 def dequantize_fp8_groups(q: Tensor, scale: Tensor) -> Tensor:
-    """``q [..., k]`` with ``scale [..., ceil(k/128)]`` as float32 ``[..., k]``."""
+    """``q [..., k]`` with ``scale [..., ceil(k/128)]``, float32 or float8_e8m0fnu, as float32
+    ``[..., k]``."""
     k = q.shape[-1]
     dtype_in("dequantize_fp8_groups", "q", q, (FP8,))
     shape_is("dequantize_fp8_groups", "scale", scale, (*q.shape[:-1], blocks_of(k)))
-    return fp8_to_float32(q) * scale.repeat_interleave(BLOCK, dim=-1)[..., :k]
+    return fp8_to_float32(q) * scale.float().repeat_interleave(BLOCK, dim=-1)[..., :k]
 
 
 def dequantize_fp8_blocks(q: Tensor, scale: Tensor) -> Tensor:
-    """``q [..., n, k]`` with ``scale [..., ceil(n/128), ceil(k/128)]`` as float32
-    ``[..., n, k]``."""
+    """``q [..., n, k]`` with ``scale [..., ceil(n/128), ceil(k/128)]``, float32 or float8_e8m0fnu,
+    as float32 ``[..., n, k]``."""
     *lead, n, k = q.shape
     dtype_in("dequantize_fp8_blocks", "q", q, (FP8,))
     shape_is("dequantize_fp8_blocks", "scale", scale, (*lead, blocks_of(n), blocks_of(k)))
-    columns = scale.repeat_interleave(BLOCK, dim=-1)[..., :k]
+    columns = scale.float().repeat_interleave(BLOCK, dim=-1)[..., :k]
     return fp8_to_float32(q) * columns.repeat_interleave(BLOCK, dim=-2)[..., :n, :]
 
 
@@ -123,8 +129,9 @@ def blocks_of(size: int) -> int:
     return (size + BLOCK - 1) // BLOCK
 
 
-def _scale(amax: Tensor) -> Tensor:
-    return amax.clamp(min=AMAX_FLOOR) / FP8_MAX
+def _scale(amax: Tensor, use_ue8m0: bool = False) -> Tensor:
+    scale = amax.clamp(min=AMAX_FLOOR) / FP8_MAX
+    return ue8m0.round_up(scale) if use_ue8m0 else scale
 
 
 def _to_fp8(x: Tensor) -> Tensor:

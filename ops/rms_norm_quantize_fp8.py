@@ -36,10 +36,10 @@ def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float, round_before_weig
 
 
 def rms_norm_quantize_fp8_ref(
-    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The specification: the norm, rounded to x's dtype, then quantized."""
-    return quantize_fp8_groups(rms_norm_ref(x, weight, eps, round_before_weight))
+    return quantize_fp8_groups(rms_norm_ref(x, weight, eps, round_before_weight), use_ue8m0)
 
 
 def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
@@ -54,7 +54,10 @@ def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
     checks.same_device(op, x=x, weight=weight)
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> None:
+# torch hands on no default that ends a call: each function has it again.
+def _check(
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, use_ue8m0: bool = False
+) -> None:
     check_norm(NAME, x, weight)
 
 
@@ -66,14 +69,14 @@ def fake_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake(
-    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     return fake_quantized(x)
 
 
 OP = define_op(
-    f"{NAME}(Tensor x, Tensor? weight, float eps, bool round_before_weight)"
-    " -> (Tensor q, Tensor scale)",
+    f"{NAME}(Tensor x, Tensor? weight, float eps, bool round_before_weight,"
+    " bool use_ue8m0=False) -> (Tensor q, Tensor scale)",
     check=_check,
     fake=_fake,
     kernels=(
@@ -87,7 +90,11 @@ OP = define_op(
 
 
 def rms_norm_quantize_fp8(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, round_before_weight: bool = False
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    round_before_weight: bool = False,
+    use_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of each row of x, quantized to FP8 in groups of 128.
 
@@ -99,6 +106,7 @@ def rms_norm_quantize_fp8(
         round_before_weight: whether ``x * r`` is rounded to x's dtype before the weight multiplies:
             True for Llama, Qwen, DeepSeek in transformers, and vLLM; False for
             ``torch.nn.functional.rms_norm``, Gemma, OLMo 2 and gpt-oss.
+        use_ue8m0: whether scales are powers of two, for checkpoints with ``scale_fmt: ue8m0``.
 
     Returns:
         ``q [m, k]`` float8_e4m3fn and ``scale [m, ceil(k/128)]`` float32 with strides
@@ -107,5 +115,5 @@ def rms_norm_quantize_fp8(
     Raises:
         DtypeError, RankError, ShapeError, DeviceError, GradError.
     """
-    q, scale = OP(x, weight, eps, round_before_weight)
+    q, scale = OP(x, weight, eps, round_before_weight, use_ue8m0)
     return q, scale

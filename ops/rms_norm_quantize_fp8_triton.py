@@ -28,7 +28,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     K, eps,
     stride_x_m, stride_x_k, stride_residual_m, stride_residual_k, stride_weight, stride_scale_k,
     ADDS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUNDS: tl.constexpr, HAS_FP8: tl.constexpr,
-    GROUPS: tl.constexpr,
+    USE_UE8M0: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -50,7 +50,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         if ROUNDS:
             y = y.to(dtype).to(tl.float32)
         y *= tl.load(weight + far * stride_weight, mask=mask, other=0.0).to(tl.float32)
-    rounded, scales = quantize(y.to(dtype), 1, HAS_FP8)
+    rounded, scales = quantize(y.to(dtype), 1, HAS_FP8, USE_UE8M0)
     if HAS_FP8:
         tl.store(q + row * K + k, rounded, mask=mask)
     else:
@@ -60,19 +60,24 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def run(
-    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     q, scale = fake_quantized(x)
-    _launch(x, None, weight, eps, round_before_weight, q, scale, None)
+    _launch(x, None, weight, eps, round_before_weight, use_ue8m0, q, scale, None)
     return q, scale
 
 
 def run_add(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    use_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = fake_quantized(x)
     total = x.new_empty(x.shape)
-    _launch(x, residual, weight, eps, round_before_weight, q, scale, total)
+    _launch(x, residual, weight, eps, round_before_weight, use_ue8m0, q, scale, total)
     return q, scale, total
 
 
@@ -82,6 +87,7 @@ def _launch(
     weight: Tensor | None,
     eps: float,
     rounds: bool,
+    use_ue8m0: bool,
     q: Tensor,
     scale: Tensor,
     total: Tensor | None,
@@ -99,6 +105,6 @@ def _launch(
             *x.stride(), *(residual.stride() if residual is not None else (0, 0)),
             weight.stride(0) if weight is not None else 0, scale.stride(1),
             ADDS=residual is not None, HAS_WEIGHT=weight is not None, ROUNDS=rounds,
-            HAS_FP8=has_fp8(x), GROUPS=groups,
+            HAS_FP8=has_fp8(x), USE_UE8M0=use_ue8m0, GROUPS=groups,
             num_warps=warps,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compile_ext.ops import device
 from compile_ext.ops.checks import FP8
+from compile_ext.ops.ue8m0 import E8M0
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
 PDL_CAPABILITY = (9, 0)  # Hopper
@@ -65,8 +66,9 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 
 def readable(x: Tensor) -> Tensor:
-    """``x`` as a kernel gets it: where the device has no e4m3, Triton knows no such type either."""
-    return x.view(torch.uint8) if x.dtype == FP8 and not has_fp8(x) else x
+    """``x`` as a kernel gets it: Triton does not know e8m0, nor e4m3 where the device has none."""
+    as_bytes = x.dtype == E8M0 or (x.dtype == FP8 and not has_fp8(x))
+    return x.view(torch.uint8) if as_bytes else x
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -80,7 +80,7 @@ def opcheck(monkeypatch: pytest.MonkeyPatch) -> OpCheck:
     allclose = torch.allclose
 
     def allclose_fp8(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> bool:
-        if x.dtype == torch.float8_e4m3fn:
+        if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
             return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         return allclose(x, y, *args, **kwargs)
 

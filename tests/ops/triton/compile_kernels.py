@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compile_ext.ops import triton_support
+from compile_ext.ops import triton_support, ue8m0
 
 TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -83,6 +83,8 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     experts = torch.zeros(4, N, K, dtype=FP8), scale, torch.ones(4, 5, 56)
     indices = torch.zeros(256, dtype=torch.int32)
     yield "grouped_block_scaled_mm_triton", "experts", (x, *experts, indices, BF16)
+    small = x, experts[0], scale.to(ue8m0.E8M0), experts[2].to(ue8m0.E8M0)
+    yield "grouped_block_scaled_mm_triton", "experts ue8m0", (*small, indices, BF16)
     yield "group_rows_triton", "groups", (indices, 4, 128)
     yield "group_rows_triton", "idle", (torch.zeros(256, N, dtype=BF16), indices, 4)
     x, scale = torch.zeros(256, 4, K, dtype=FP8), torch.ones(256, 4, 56)
@@ -93,6 +95,10 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             if m <= 16 or kernel == "block_scaled_mm_triton":
                 yield kernel, f"m={m} fp8", (fp8, b, scale, scale_b, None, BF16)
                 yield kernel, f"m={m} bf16", (fp8.to(BF16), b, None, scale_b, None, BF16)
+        powers = scale.to(ue8m0.E8M0), scale_b.to(ue8m0.E8M0)
+        yield "block_scaled_mm_triton", f"m={m} fp8 ue8m0", (fp8, b, *powers, None, BF16)
+        ue8m0_bf16 = fp8.to(BF16), b, None, powers[1], None, BF16
+        yield "block_scaled_mm_triton", f"m={m} bf16 ue8m0", ue8m0_bf16
         yield "scaled_mm_triton", f"m={m}", (fp8, b, torch.ones(m, 1), torch.ones(N, 1), None, BF16)
 
 

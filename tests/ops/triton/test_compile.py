@@ -22,7 +22,7 @@ def test_for_ampere_ada_and_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == 3 * 18
+    assert len(made) == 3 * 25
     assert [x for x in made if x["spilled"]] == []
     for x in made:
         if x["call"] in ("norm", "groups", "idle"):
