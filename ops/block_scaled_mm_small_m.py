@@ -12,12 +12,14 @@ neighbours in k here and 2 there; but the order of k is free as long as both ope
 bytes, and never through shared memory. Written for ``tl.dot``, the same product stores each value
 to shared memory as float16 and reads it back. H200, weights fetched early, us a call, N and K, M:
 
-    576, 7168   M = 8: 4.1 -> 3.1      24576, 1536  M = 16: 15.0 -> 12.9     2112, 7168  8: 6.5 -> 6.1
+    576, 7168    M = 8   4.1 -> 3.1
+    2112, 7168   M = 8   6.5 -> 6.2
+    24576, 1536  M = 16  15.0 -> 12.9
 
-What was tried beside it, there: a ring of 4 to 8 tiles in shared memory, filled by cp.async, 1.1 to
-2.2 times as slow (the next kernel's blocks find no room, and each step has a barrier); all steps
-unrolled with a ring of tiles in registers, the same up to K = 7168 and 1.3 times as slow at
-K = 16384 (instructions run once each).
+What was tried beside it, there: a ring of 4 to 8 tiles in shared memory, filled by cp.async, takes
+1.1 to 2.2 times as long (the next kernel's blocks find no room, and each step has a barrier); all
+steps unrolled with a ring of tiles in registers, as long up to K = 7168 and 1.2 times at K = 16384
+(instructions that run once each).
 
 The weight's first AHEAD steps are loaded before everything else. With ``prefetch`` that is before
 the wait for the kernel in front (programmatic dependent launch, CUDA Programming Guide): the
@@ -186,7 +188,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     m = first_m + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, of_x)))[None, None, :]
     x_at = a + m.to(gl.int64) * stride_a + x_k
     group = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    scale_m = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :] + first_m
+    scale_m = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    scale_m += first_m
     scale_x_at = scale_a + scale_m.to(gl.int64) * stride_scale_a_m
     scale_w_at = scale_b + first_n // 128 * stride_scale_b_n
     acc = _products(

@@ -1,5 +1,4 @@
-"""What ``block_scaled_mm`` and its variant for one token share: reference, checks, kernels, contract.
-"""
+"""What ``block_scaled_mm`` and its M == 1 variant share: reference, checks, kernels, contract."""
 
 from __future__ import annotations
 

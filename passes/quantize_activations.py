@@ -14,7 +14,7 @@ Looks at nothing where the op would run its reference, which is exact and slow e
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.block_scaled_mm_spec import SMALL_M
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.quantize import BLOCK, quantize_groups
+from compile_ext.ops.ue8m0 import E8M0
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.inline import Inliner
 from compile_ext.passes.norm_quantize.find import has_kernel as has_norm_kernel
@@ -41,24 +42,27 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
         return
     producers = _Producers(calls, ctx)
     reasons = [ctx.stand_back(x.node) or _why_not(x.arguments["a"], producers) for x in calls]
-    inliner = Inliner(_quantize, ctx)
-    done: dict[Node, tuple[Node, ...]] = {}
+    # As the op itself does: scales of powers of two where the weight has such.
+    inliners = {x: Inliner(functools.partial(_quantize, use_ue8m0=x), ctx) for x in (False, True)}
+    done: dict[tuple[Node, bool], tuple[Node, ...]] = {}
     for call, reason in zip(calls, reasons, strict=True):
         node, a = call.node, call.arguments["a"]
         ctx.entry(node, call.arguments["b"])
         if reason is not None:
             ctx.skipped(node, reason)
             continue
-        origin = producers.origin[node]
-        shared = None if ctx.is_written(a) else done.get(origin)
-        q, scale = done[origin] = shared or inliner.insert(a, node)
+        scale_b = tensor(call.arguments["scale_b"])
+        assert scale_b is not None
+        key = producers.origin[node], scale_b.dtype == E8M0
+        shared = None if ctx.is_written(a) else done.get(key)
+        q, scale = done[key] = shared or inliners[key[1]].insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
         alone = "its activation is quantized"
         ctx.fired(node, "it shares the quantization of its activation" if shared else alone)
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    q, scale = quantize_groups(x)
+def _quantize(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    q, scale = quantize_groups(x, use_ue8m0)
     return q, column_major.OP(scale)
 
 
@@ -71,9 +75,9 @@ def _read(node: Node, ctx: PassContext) -> OpCall | None:
     assert definition is not None
     if a is None or a.dtype != torch.bfloat16:
         return None
-    values: dict[str, Any] = dict(fakes(call.arguments))
-    pinned = values.pop(PINNED) or ctx.kernels.get(definition.name)
-    is_reference = definition.kernel_for(*values.values())[0].name == "reference"
+    pinned = call.arguments[PINNED] or ctx.kernels.get(definition.name)
+    args = definition.own_arguments(fakes(call.arguments))
+    is_reference = definition.kernel_for(*args)[0].name == "reference"
     return None if is_reference or pinned == "reference" else call
 
 
