@@ -25,9 +25,11 @@ class Clock(Protocol):
 
     def prepare(self, call: Call) -> Call:
         """What is timed in the place of ``call``."""
+        ...
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
         """Microseconds of each call, several times over."""
+        ...
 
 
 class GraphClock:

@@ -184,7 +184,7 @@ def test_bits_on_the_cpu(op: str, make: Any, take: Rows, axis: int) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 def test_norms_have_a_rows_bits_whatever_m_is(k: int, adds: bool, device: str) -> None:
     """They need no kernel of that name: a row is a program, and what is launched depends on k."""
-    x, residual = (torch.randn(64, k).bfloat16().to(device) for _ in range(2))
+    x, residual = (torch.randn(20, k).bfloat16().to(device) for _ in range(2))
     weight = torch.randn(k).bfloat16().to(device)
     module = import_module("compile_ext.ops.rms_norm_quantize_fp8_triton")
 
@@ -192,8 +192,8 @@ def test_norms_have_a_rows_bits_whatever_m_is(k: int, adds: bool, device: str) -
         rest: Any = (weight, 1e-6, True)
         return module.run_add(x[:m], residual[:m], *rest) if adds else module.run(x[:m], *rest)  # type: ignore[no-any-return]
 
-    whole = run(64)
-    for m in (1, 2, 3, 17, 63):
+    whole = run(20)  # the interpreter takes 10 ms a row
+    for m in (1, 2, 3, 17):
         for part, want in zip(run(m), whole, strict=True):
             assert torch.equal(part.float(), want[:m].float()), f"M = {m}"
 
