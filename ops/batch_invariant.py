@@ -31,7 +31,7 @@ def kernel(triton: Callable[..., Result], reference: Callable[..., Result]) -> K
     """
 
     def run(a: Tensor, *rest: Any) -> Result:
-        if a.device.type == "cpu":
+        if runs_reference(a):
             return reference(a, *rest, product=product_by_row)
         return triton(a, *rest)
 
@@ -46,7 +46,11 @@ def tiled(module: str, function: str = "run") -> Callable[..., Result]:
 
 
 def why_not(a: Tensor, *_: object) -> str | None:
-    return None if a.device.type == "cpu" else triton_support.why_not(a)
+    return None if runs_reference(a) else triton_support.why_not(a)
+
+
+def runs_reference(a: Tensor) -> bool:
+    return a.device.type == "cpu"
 
 
 def product_by_row(x: Tensor, w: Tensor) -> Tensor:

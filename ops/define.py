@@ -7,7 +7,7 @@ call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class Kernel:
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
     prefetches: bool = False
+
+    def launch(self, args: Sequence[Any], *, prefetch: bool) -> Result:
+        """``run``, told about ``prefetch`` if it takes it."""
+        return self.run(*args, prefetch=prefetch) if self.prefetches else self.run(*args)
 
 
 def never(*args: Any, **kwargs: Any) -> str | None:
@@ -220,13 +224,12 @@ def define_op(
     def run(*given: Any) -> Result:
         args, prefetch, pinned = checked(given)
         kernel = definition.kernel_for(*args, pinned=pinned)[0]
-        options = {PREFETCH: prefetch} if kernel.prefetches else {}
         device = args[0].device.type
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
             with torch.autocast(device, enabled=False):
-                return kernel.run(*args, **options)
-        return kernel.run(*args, **options)
+                return kernel.launch(args, prefetch=prefetch)
+        return kernel.launch(args, prefetch=prefetch)
 
     def run_fake(*given: Any) -> Result:
         args, _, pinned = checked(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from compile_ext.cli import app
 from compile_ext.doctor import Finding, examine
-from compile_ext.ops import deep_gemm_support, triton_support
+from compile_ext.ops import deep_gemm_support, device_tables, triton_support
+from compile_ext.ops.device_tables import DeviceTables, Machine
+from compile_ext.ops.kernel_table import Table
 
 
 def found(name: str) -> Finding:
@@ -35,6 +38,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: ("H200", "T4")[i])
+    none = DeviceTables(HERE, None, None, ())
+    monkeypatch.setattr(device_tables, "tables_of", lambda i: none)
     assert found("CUDA device 0").found == "H200, compute capability 9.0"
     assert found("CUDA device 0").reason is None
     assert found("CUDA device 1").reason == "no kernel runs below compute capability 8.0"
@@ -54,6 +59,42 @@ def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_gemm_support, "nvcc", lambda: None)
     assert found("DeepGEMM").reason == "does not load"
     assert found("nvcc").reason == "install NVIDIA's CUDA toolkit, or set CUDA_HOME to it"
+
+
+HERE = Machine("sm_90", "NVIDIA H200", {"driver": "580.1", "torch": "2.13"})
+TABLE = Table("sm_90", "NVIDIA H200", HERE.versions, "2026-11-30", "compile-ext tune", ())
+OLDER = Table(
+    "sm_90", "NVIDIA H100", {"driver": "580.1", "torch": "2.11"}, "2026-11-29", "tune", ()
+)
+TABLES = {  # the user's, the shipped one, problems; what is found, and the reason
+    "none": ((None, None, ()), "", "none for NVIDIA H200, so each op's own order holds: "),
+    "measured here": (
+        (TABLE, OLDER, ()),
+        "measured here of 2026-11-30, shipped of 2026-11-29",
+        None,
+    ),
+    "shipped, and fits": ((None, TABLE, ()), "shipped of 2026-11-30", None),
+    "shipped, of others": (
+        (None, OLDER, ()),
+        "shipped of 2026-11-29",
+        "measured with NVIDIA H100, here NVIDIA H200; torch 2.11, here 2.13: compile-ext tune",
+    ),
+    "broken": ((None, TABLE, ("x.json: no JSON: not used",)), "shipped of", "x.json: no JSON"),
+}
+
+
+@pytest.mark.parametrize(("tables", "shown", "reason"), TABLES.values(), ids=TABLES)
+def test_kernel_tables(
+    tables: Any, shown: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
+    monkeypatch.setattr(device_tables, "tables_of", lambda i: DeviceTables(HERE, *tables))
+    one = found("kernel table 0")
+    assert one.found.startswith(shown)
+    assert (one.reason is None) == (reason is None)
+    assert (one.reason or "").startswith(reason or "")
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch) -> None:

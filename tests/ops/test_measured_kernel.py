@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def definition() -> define.OpDefinition:
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """scaled_mm has "first", "slow" and "few", which takes up to 4 tokens; a table has it."""
 
     def why_not(a: Tensor, *_: Any) -> str | None:
@@ -39,7 +38,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     replaced = define.OpDefinition(OP, (first, slow, few, reference), definition().gemm)
     monkeypatch.setitem(define._DEFINITIONS, OP, replaced)
     monkeypatch.setattr(device_tables, "ranges_of", lambda index: ROWS)
-    yield
 
 
 def call(m: Any, n: Any = N, k: Any = K, mode: FakeTensorMode | None = None) -> tuple[Any, ...]:
