@@ -17,7 +17,7 @@ from compile_ext.ops import (
 
 class BlockFp8Linear(nn.Module):
     """A linear layer with one weight scale for each 128x128 block; the op quantizes the activation
-    itself.
+    itself, or compiled, what computes it (``quantize_activations``).
 
     Args:
         weight: ``[n, k]`` bfloat16, float16 or float32; any sizes, the last blocks may be partial.
