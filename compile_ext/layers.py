@@ -19,8 +19,8 @@ from compile_ext.ops.checks import FP8, dtype_in, rank_is
 
 
 class BlockFp8Linear(nn.Module):
-    """A linear layer with one weight scale for each 128x128 block and one activation scale for 128
-    features of a token.
+    """A linear layer with one weight scale for each 128x128 block; the op quantizes the activation
+    itself, or compiled, what computes it (``quantize_activations``).
 
     Args:
         weight: ``[n, k]`` bfloat16, float16 or float32; any sizes, the last blocks may be partial.

@@ -16,8 +16,10 @@ from compile_ext.demo.decoder import Config, Decoder
 from compile_ext.demo.kernels import count_kernels
 from compile_ext.passes import PASS_NAMES
 
-# One wants an option, the other a GPU; and the decoder's ops quantize their input themselves.
-NOT_IN_THE_DEMO = ("pin_kernels", "fuse_norm_quantize")
+# The first wants an option, the others a GPU.
+NOT_IN_THE_DEMO = ["pin_kernels"]
+if not torch.cuda.is_available():
+    NOT_IN_THE_DEMO += ["quantize_activations", "fuse_norm_quantize"]
 
 
 @pytest.mark.slow

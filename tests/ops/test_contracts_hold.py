@@ -64,6 +64,10 @@ def add_rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, 
     return torch.randn(m, k).bfloat16(), *rms_norm_quantize_fp8(m, n, k, bias)
 
 
+def column_major(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return (torch.rand(m, n),)
+
+
 def expert_weights(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     b, scale_b = zip(*(quantize_fp8_blocks(torch.randn(n, k)) for _ in range(3)), strict=True)
     return torch.stack(b), torch.stack(scale_b)
@@ -120,6 +124,7 @@ def others(report: ContractReport, device: str) -> set[str]:
         (router_gemm_one, "router_gemm_m1", ()),
         (rms_norm_quantize_fp8, "rms_norm_quantize_fp8", ()),
         (add_rms_norm_quantize_fp8, "add_rms_norm_quantize_fp8", ()),
+        (column_major, "column_major", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",
 )

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.fx import GraphModule
 from torch.library import Library, register_fake
 
 import compile_ext
 from compile_ext import backend as backend_module
+from compile_ext.layers import BlockFp8Linear
 from compile_ext.ops import define
 from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZE
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
@@ -234,6 +236,30 @@ def norm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for the CPU that ``fuse_norm_quantize`` sees: without one it stands back there. The
     ops themselves run their reference, as ever."""
     _pretend_kernel(monkeypatch, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
+
+
+class Fp8Model(nn.Module):
+    """``body(self, *activations)`` with a norm's weight and two linears."""
+
+    def __init__(self, body: Callable[..., Any], k: int = 256) -> None:
+        super().__init__()
+        self.body = body
+        self.w = nn.Parameter(torch.randn(k).bfloat16(), requires_grad=False)
+        self.up = BlockFp8Linear(torch.randn(2 * k, k) / 16)
+        self.down = BlockFp8Linear(torch.randn(64, k) / 16)
+        self.router = nn.Parameter(torch.randn(8, k).bfloat16(), requires_grad=False)
+
+    def forward(self, *activations: torch.Tensor) -> Any:
+        return self.body(self, *activations)
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.w, 1e-6)
+
+
+@pytest.fixture
+def fp8_model() -> type[Fp8Model]:
+    """The class of these models."""
+    return Fp8Model
 
 
 @pytest.fixture

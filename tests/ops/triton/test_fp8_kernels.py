@@ -17,7 +17,9 @@ from compile_ext.ops.quantize import (
 )
 
 FP8 = torch.float8_e4m3fn
-BLOCK_KERNELS = ("block_scaled_mm_triton", "block_scaled_mm_small_m")
+# Gluon has no interpreter: the kernel for few tokens runs on a GPU alone.
+ON_GPU = ["block_scaled_mm_small_m"] if torch.cuda.is_available() else []
+BLOCK_KERNELS = ["block_scaled_mm_triton", *ON_GPU]
 # m, n, k: whole blocks; partial ones in n, in k, in both; more groups than are loaded ahead
 SHAPES = [
     (1, 128, 256),
