@@ -53,11 +53,11 @@ def quantize_fp8_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Ten
         ``q [m, k]`` float8_e4m3fn and ``scale [m, ceil(k/128)]`` float32 with strides
         ``(1, m rounded up to 4)``: column-major with 16-byte columns, what TMA reads.
     """
-    q, scale = quantize_groups(x)
+    q, scale = quantize_groups(x, use_ue8m0)
     return q, _column_major(scale)
 
 
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     """``quantize_fp8_groups`` with scales in rows."""
     dtype_in("quantize_fp8_groups", "x", x, _FLOATS)
     rank_is("quantize_fp8_groups", "x", x, 2)

@@ -7,7 +7,8 @@ A quantization in the graph disappears into what computes x: ``fuse_norm_quantiz
 it and an RMSNorm, Inductor one kernel of it and pointwise code. It is computed once for all GEMMs
 that read x, and the op can choose kernels that take FP8 alone.
 Legal: always, right before the GEMM. The op's own quantization is that of ``quantize_fp8_groups``,
-bit for bit. GEMMs share one where nothing in the graph writes x.
+bit for bit, with use_ue8m0 where the weight's scales are float8_e8m0fnu. GEMMs of one format share
+one where nothing in the graph writes x.
 Bails: what computes x is another kernel, and M so small that the GEMM quantizes x for nothing.
 Looks at nothing where the op would run its reference, which is exact and slow either way.
 """
@@ -25,6 +26,7 @@ from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.block_scaled_mm import SMALL_M
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.quantize import BLOCK, quantize_groups
+from compile_ext.ops.ue8m0 import E8M0
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.inline import Inliner
 from compile_ext.passes.norm_quantize.find import has_kernel as has_norm_kernel
@@ -41,17 +43,19 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
         return
     producers = _Producers(calls, ctx)
     reasons = [ctx.stand_back(x.node) or _why_not(x.arguments["a"], producers) for x in calls]
-    inliner = Inliner(_quantize, ctx)
-    done: dict[Node, tuple[Node, ...]] = {}
+    inliners = {False: Inliner(_quantize, ctx), True: Inliner(_quantize_ue8m0, ctx)}
+    done: dict[tuple[Node, bool], tuple[Node, ...]] = {}
     for call, reason in zip(calls, reasons, strict=True):
         node, a = call.node, call.arguments["a"]
         ctx.entry(node, call.arguments["b"])
         if reason is not None:
             ctx.skipped(node, reason)
             continue
-        origin = producers.origin[node]
-        shared = None if ctx.is_written(a) else done.get(origin)
-        q, scale = done[origin] = shared or inliner.insert(a, node)
+        scale_b = tensor(call.arguments["scale_b"])
+        use_ue8m0 = scale_b is not None and scale_b.dtype == E8M0
+        key = producers.origin[node], use_ue8m0
+        shared = None if ctx.is_written(a) else done.get(key)
+        q, scale = done[key] = shared or inliners[use_ue8m0].insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
         alone = "its activation is quantized"
         ctx.fired(node, "it shares the quantization of its activation" if shared else alone)
@@ -59,6 +63,11 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     q, scale = quantize_groups(x)
+    return q, column_major.OP(scale)
+
+
+def _quantize_ue8m0(x: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = quantize_groups(x, use_ue8m0=True)
     return q, column_major.OP(scale)
 
 
