@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.library import Library, register_fake
 
 from compile_ext.ops import checks, device_tables
 from compile_ext.ops.contract import Gemm, OpContract, m_of_gemm
-from compile_ext.ops.errors import GradError, KernelError
+from compile_ext.ops.errors import GradError, KernelError, KernelUnavailable
 from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
@@ -28,7 +28,7 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Kernel:
     """One implementation of an op.
 
@@ -37,12 +37,20 @@ class Kernel:
             ``batch_invariant``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
-            checked by the op.
+            checked by the op. May raise KernelUnavailable before it has launched what counts.
+        failures: why it gave up in the middle of a call, by device.
     """
 
     name: str
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
+    failures: dict[torch.device, str] = field(default_factory=dict)
+
+    def give_up(self, device: torch.device, reason: str) -> None:
+        """From now on this is why not, on this device. Costs the calls before it nothing."""
+        asked = self.why_not
+        self.failures[device] = reason
+        self.why_not = lambda *args: reason if args[0].device == device else asked(*args)
 
 
 def never(*args: Any, **kwargs: Any) -> str | None:
@@ -206,11 +214,15 @@ def define_op(
         args, pinned = checked(given)
         kernel = definition.kernel_for(*args, pinned=pinned)[0]
         device = args[0].device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
-            with torch.autocast(device, enabled=False):
-                return kernel.run(*args)
-        return kernel.run(*args)
+        try:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
+                with torch.autocast(device, enabled=False):
+                    return kernel.run(*args)
+            return kernel.run(*args)
+        except KernelUnavailable as error:
+            kernel.give_up(args[0].device, str(error))
+        return run(*given)  # the next kernel, or the error of a pinned one
 
     def run_fake(*given: Any) -> Result:
         args, pinned = checked(given)
