@@ -2,6 +2,7 @@
 
 from compile_ext.ops.add_rms_norm_quantize_fp8 import add_rms_norm_quantize_fp8
 from compile_ext.ops.block_scaled_mm import block_scaled_mm
+from compile_ext.ops.block_scaled_mm_m1 import block_scaled_mm_m1
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
 from compile_ext.ops.fp8_bmm import fp8_bmm
 from compile_ext.ops.grouped_block_scaled_mm import grouped_block_scaled_mm
@@ -26,6 +27,7 @@ __all__ = [
     "Pad",
     "add_rms_norm_quantize_fp8",
     "block_scaled_mm",
+    "block_scaled_mm_m1",
     "contract_of",
     "dequantize_fp8_blocks",
     "dequantize_fp8_groups",

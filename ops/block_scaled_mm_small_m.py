@@ -1,102 +1,220 @@
-"""``block_scaled_mm`` for up to 16 tokens, the shape of decode: bound by the bytes of the weight.
+"""``block_scaled_mm`` for few tokens, the shape of decode: bound by the bytes of the weight.
 
 D[m, n] = sum_g scale_a[m, g] * scale_b[n // 128, g] * (sum_{k in g} A[m, k] * B[n, k]) + bias[n]
 
-A program computes 16 columns of the result over all of K, so that N = 576 still occupies 36
-multiprocessors, and its warps divide K among them: the product is a batch of SLICES products, one
-a group of 128, summed at the end in a fixed order. The first AHEAD steps of the weight are loaded
-before anything else, all at once: what counts is how many bytes are under way. On Hopper, products
-of e4m3 tiles with fewer than 64 rows are converted to float16, exactly, and summed in float32.
+A program computes COLUMNS columns of the result over all of K, so that N = 576 still occupies 36
+multiprocessors, and its WARPS divide K among them: the product is a batch of WARPS products, one
+a group of 128, summed at the end in a fixed order.
 
-Imports Triton.
+Gluon, Triton's lower language, because it names layouts. ``mma.m16n8k16`` wants of each thread 2
+neighbours in k here and 2 there; but the order of k is free as long as both operands share it. With
+16 neighbours a thread (``_K_WIDTH``) both go from global memory to the tensor cores in loads of 16
+bytes, and never through shared memory. Written for ``tl.dot``, the same product stores each value
+to shared memory as float16 and reads it back. H200, weights fetched early, us a call, N and K, M:
+
+    576, 7168    M = 8   4.1 -> 3.1
+    2112, 7168   M = 8   6.5 -> 6.2
+    24576, 1536  M = 16  15.0 -> 12.9
+
+What was tried beside it, there: a ring of 4 to 8 tiles in shared memory, filled by cp.async, takes
+1.1 to 2.2 times as long (the next kernel's blocks find no room, and each step has a barrier); all
+steps unrolled with a ring of tiles in registers, as long up to K = 7168 and 1.2 times at K = 16384
+(instructions that run once each).
+
+The weight's first AHEAD steps are loaded before everything else. With ``prefetch`` that is before
+the wait for the kernel in front (programmatic dependent launch, CUDA Programming Guide): the
+activation comes after it, and every store. Imports Triton.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile_ext.ops.fp8_triton import operand, quantize
-from compile_ext.ops.quantize import blocks_of
-from compile_ext.ops.triton_support import device_of, has_fp8, readable
+from compile_ext.ops.quantize import AMAX_FLOOR, BLOCK, FP8_MAX, blocks_of
+from compile_ext.ops.triton_support import device_of, has_pdl, readable
 
-_BLOCK_N = 16  # rows of one tensor core instruction; divides 128, the rows of one weight scale
-_SLICES, _WARPS = 8, 8
-# Steps of 16 KiB that the registers hold without a spill where K is a multiple of 128 and rows are
-# aligned: as e4m3; as e4m3 beside an activation that is quantized here; decoded as they come.
-_AHEAD, _AHEAD_QUANTIZES, _AHEAD_DECODED = 7, 4, 2
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(  # type: ignore[no-untyped-def]
-    rows, in_n, scales, stride_scale_k, step, K,
-    SLICES: tl.constexpr,
-):  # fmt: skip
-    """The weight [SLICES, BLOCK_N, 128] of one step, and its scales [SLICES, 1, 1]."""
-    group = step * SLICES + tl.arange(0, SLICES)
-    at = group[:, None, None] * 128 + tl.arange(0, 128)[None, None, :]
-    w = tl.load(rows[None, :, None] + at, mask=in_n[None, :, None] & (at < K), other=0.0)
-    scale = tl.load(scales + group * stride_scale_k, mask=group * 128 < K, other=0.0)
-    return w, scale[:, None, None]
+_K_WIDTH = gl.constexpr(16)
+_FP8_MAX, _AMAX_FLOOR = gl.constexpr(FP8_MAX), gl.constexpr(AMAX_FLOOR)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _products(  # type: ignore[no-untyped-def]
-    w, weight_scale, rows, in_m, scales, stride_scale_k, step, K,
-    QUANTIZES: tl.constexpr, HAS_FP8: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """The products [SLICES, BLOCK_N, BLOCK_M] of one step, scaled."""
-    group = (step * SLICES + tl.arange(0, SLICES))[:, None, None]
-    at = group * 128 + tl.arange(0, 128)[None, :, None]
-    in_m = in_m[None, None, :]
-    x = tl.load(rows[None, None, :] + at, mask=in_m & (at < K), other=0.0)
-    if QUANTIZES:
-        x, scale = quantize(x, 1, HAS_FP8)
+class Config(NamedTuple):
+    """How a call is cut.
+
+    Args:
+        columns: of the result, for one program: 16 or 32. Divides 128, the rows of a weight scale.
+        tokens: of the result, for one program: 8, 16 or 32.
+        warps: that divide K among them.
+        ahead: steps of ``128 * warps`` features that are loaded at once.
+        registers: at most, for a thread; None for as many as it takes.
+    """
+
+    columns: int
+    tokens: int
+    warps: int
+    ahead: int
+    registers: int | None = None
+
+
+def configure(m: int, n: int, k: int) -> Config:
+    """The configuration of a call, as measured on an H200."""
+    tokens = 8 if m <= 8 else 16
+    if n <= 4096:
+        return Config(16, tokens, 8, 7)
+    if n <= 8192:
+        return Config(16, tokens, 4, 4, 128 if m <= 8 else None)
+    return Config(32, tokens, 2, 3)
+
+
+@gluon.jit
+def _load(at, rows, k, K, MASK: gl.constexpr, MASK_K: gl.constexpr):  # type: ignore[no-untyped-def]
+    if MASK and MASK_K:
+        x = gl.load(at, mask=rows & (k < K), other=0.0)
+    elif MASK:
+        x = gl.load(at, mask=rows, other=0.0)
+    elif MASK_K:
+        x = gl.load(at, mask=k < K, other=0.0)
     else:
-        x = operand(x, HAS_FP8)
-        where = scales[None, None, :] + group.to(tl.int64) * stride_scale_k
-        scale = tl.load(where, mask=in_m & (group * 128 < K), other=0.0)
-    return tl.dot(operand(w, HAS_FP8), x) * (scale * weight_scale)
+        x = gl.load(at)
+    return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@gluon.jit
+def _scale(x):  # type: ignore[no-untyped-def]
+    """A scale in float32: itself, or what a byte of float8_e8m0fnu means."""
+    if x.dtype == gl.uint8:
+        byte = x.to(gl.uint32)
+        # 2^-127 is a subnormal, and all ones would be an infinity.
+        special = gl.where(byte == 0, 0x00400000, 0x7FC00000).to(gl.uint32)
+        bits = gl.where((byte == 0) | (byte == 0xFF), special, byte << 23)
+        value = bits.to(gl.float32, bitcast=True)
+    else:
+        value = x
+    return value
+
+
+@gluon.jit
+def _quantize(x, USE_UE8M0: gl.constexpr):  # type: ignore[no-untyped-def]
+    """``quantize_fp8_groups`` of x ``[WARPS, 128, TOKENS]``, a column a group: e4m3 values, and the
+    scales ``[WARPS, TOKENS]``. A NaN spreads over its group; gl.max leaves it out."""
+    x = x.to(gl.float32)
+    is_nan = gl.max((x != x).to(gl.int32), 1) > 0
+    amax = gl.where(is_nan, float("nan"), gl.maximum(gl.max(gl.abs(x), 1), _AMAX_FLOOR))
+    scale = gl.div_rn(amax, gl.full_like(amax, _FP8_MAX))
+    if USE_UE8M0:
+        power = (scale.to(gl.uint32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        scale = gl.where(power < scale, power * 2, scale)
+    # div_rn: of `/` the last bit is free, and a value between two e4m3 numbers would fall to
+    # another one than the reference's.
+    x = gl.div_rn(x, gl.expand_dims(scale, 1) + gl.zeros_like(x))
+    clamped = gl.minimum(gl.maximum(x, -_FP8_MAX), _FP8_MAX)
+    return gl.where(x == x, clamped, x).to(gl.float8e4nv), scale
+
+
+@gluon.jit
+def _weights(  # type: ignore[no-untyped-def]
+    at, n, k, step, N, K,
+    MASK_N: gl.constexpr, MASK_K: gl.constexpr, STEP: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """The weight of AHEAD steps, ``[WARPS, COLUMNS, 128]`` each."""
+    weights = ()
+    for i in gl.static_range(AHEAD):
+        past = (step + i) * STEP
+        weights += (_load(at + past, n < N, k + past, K, MASK_N, MASK_K),)  # type: ignore[assignment]
+    return weights
+
+
+@gluon.jit
+def _products(  # type: ignore[no-untyped-def]
+    weights, x_at, m, k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
+    stride_scale_a_k, stride_scale_b_k,
+    QUANTIZES: gl.constexpr, MASK_M: gl.constexpr, MASK_K: gl.constexpr, AHEAD: gl.constexpr,
+    COLUMNS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The products ``[WARPS, COLUMNS, TOKENS]`` of AHEAD steps, scaled and summed."""
+    zero = gl.full([WARPS, COLUMNS, TOKENS], 0.0, gl.float32, mma)
+    total = zero
+    for i in gl.static_range(AHEAD):
+        past = (step + i) * (WARPS * 128)
+        x = _load(x_at + past, m < M, k + past, K, MASK_M, MASK_K)
+        g = group + (step + i) * WARPS
+        if QUANTIZES:
+            x, scale = _quantize(x, scale_w_at.dtype.element_ty == gl.uint8)
+            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, mma)), 1)
+        else:
+            at = scale_x_at + g.to(gl.int64) * stride_scale_a_k
+            scale = _scale(_load(at, scale_m < M, g * 128, K, MASK_M, MASK_K))
+        at = scale_w_at + g * stride_scale_b_k
+        scale *= _scale(_load(at, scale_m < M, g * 128, K, False, MASK_K))
+        # e4m3 in float16 is exact, and so is each product of two in float32.
+        total += mma_v2(weights[i].to(gl.float16), x.to(gl.float16), zero) * scale
+    return total
+
+
+@gluon.jit
 def _kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
-    M, N, K, STEPS,
+    M, N, K,
     stride_a, stride_b, stride_scale_a_m, stride_scale_a_k, stride_scale_b_n, stride_scale_b_k,
     stride_bias,
-    QUANTIZES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr,
+    QUANTIZES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    MASK_M: gl.constexpr, MASK_N: gl.constexpr, MASK_K: gl.constexpr, LOOPS: gl.constexpr,
+    COLUMNS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    first_n, first_m = gl.program_id(0) * COLUMNS, gl.program_id(1) * TOKENS
+
+    of_w: gl.constexpr = gl.DotOperandLayout(0, mma, _K_WIDTH)  # [WARPS, COLUMNS, 128]
+    group = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_w)))[:, None, None]
+    w_k = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, of_w)))[None, None, :]
+    n = first_n + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(2, of_w)))[None, :, None]
     # 64 bits: an LM head has more than 2^31 elements, and rows of a can lie far apart.
-    n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M).to(tl.int64)
-    in_n, in_m = n < N, m < M
-    w_rows, w_scales = b + n * stride_b, scale_b + first // 128 * stride_scale_b_n
-    x_rows, x_scales = a + m * stride_a, scale_a + m * stride_scale_a_m
-    ahead = ()
-    for step in tl.static_range(AHEAD):
-        ahead += (_weight(w_rows, in_n, w_scales, stride_scale_b_k, step, K, SLICES),)  # type: ignore[assignment]
-    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.static_range(AHEAD):
-        w, scale = ahead[step]  # type: ignore[var-annotated]
-        acc += _products(
-            w, scale, x_rows, in_m, x_scales, stride_scale_a_k, step, K, QUANTIZES, HAS_FP8, SLICES
-        )
-    for step in range(AHEAD, STEPS):
-        w, scale = _weight(w_rows, in_n, w_scales, stride_scale_b_k, step, K, SLICES)
-        acc += _products(
-            w, scale, x_rows, in_m, x_scales, stride_scale_a_k, step, K, QUANTIZES, HAS_FP8, SLICES
-        )
-    result = tl.sum(acc, 0)
+    w_at = b + n.to(gl.int64) * stride_b + w_k
+    weights = _weights(w_at, n, w_k, 0, N, K, MASK_N, MASK_K, WARPS * 128, AHEAD)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    of_x: gl.constexpr = gl.DotOperandLayout(1, mma, _K_WIDTH)  # [WARPS, 128, TOKENS]
+    group = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_x)))[:, None, None]
+    x_k = group * 128 + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, of_x)))[None, :, None]
+    m = first_m + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, of_x)))[None, None, :]
+    x_at = a + m.to(gl.int64) * stride_a + x_k
+    group = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+    scale_m = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    scale_m += first_m
+    scale_x_at = scale_a + scale_m.to(gl.int64) * stride_scale_a_m
+    scale_w_at = scale_b + first_n // 128 * stride_scale_b_n
+    acc = _products(
+        weights, x_at, m, x_k, scale_x_at, scale_w_at, scale_m, group, 0, M, K,
+        stride_scale_a_k, stride_scale_b_k,
+        QUANTIZES, MASK_M, MASK_K, AHEAD, COLUMNS, TOKENS, WARPS, mma,
+    )  # fmt: skip
+    if LOOPS:
+        for step in range(AHEAD, gl.cdiv(K, WARPS * 128), AHEAD):
+            weights = _weights(w_at, n, w_k, step, N, K, MASK_N, MASK_K, WARPS * 128, AHEAD)
+            acc += _products(
+                weights, x_at, m, x_k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
+                stride_scale_a_k, stride_scale_b_k,
+                QUANTIZES, MASK_M, MASK_K, AHEAD, COLUMNS, TOKENS, WARPS, mma,
+            )  # fmt: skip
+
+    result = gl.sum(acc, 0)
+    of_out: gl.constexpr = gl.SliceLayout(0, mma)
+    n = first_n + gl.arange(0, COLUMNS, gl.SliceLayout(1, of_out))
+    m = first_m + gl.arange(0, TOKENS, gl.SliceLayout(0, of_out))
     if HAS_BIAS:
-        result += tl.load(bias + n * stride_bias, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    where = out + m[None, :] * N + n[:, None]
-    tl.store(where, result.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+        more = gl.load(bias + n.to(gl.int64) * stride_bias, mask=n < N, other=0.0)
+        result += more.to(gl.float32)[:, None]
+    where = out + m[None, :].to(gl.int64) * N + n[:, None]
+    gl.store(where, result.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
 def run(
@@ -106,25 +224,30 @@ def run(
     scale_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    *,
+    prefetch: bool = False,
+    config: Config | None = None,
 ) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty(m, n, dtype=out_dtype)
     if not out.numel():
         return out
-    steps = triton.cdiv(blocks_of(k), _SLICES)
+    columns, tokens, warps, ahead, registers = config or configure(m, n, k)
+    steps = triton.cdiv(blocks_of(k), warps)
+    ahead = triton.cdiv(steps, triton.cdiv(steps, ahead)) if steps else 1  # rounds of one length
     quantizes = a.dtype == torch.bfloat16
     scale = scale_b if quantizes or scale_a is None else scale_a  # not read where it quantizes
-    ahead = (_AHEAD_QUANTIZES if quantizes else _AHEAD) if has_fp8(a) else _AHEAD_DECODED
     kernel: Any = _kernel
     with device_of(a):
-        kernel[(triton.cdiv(n, _BLOCK_N),)](
-            readable(a), readable(b), scale, scale_b, bias, out,
-            m, n, k, steps,
+        kernel[(triton.cdiv(n, columns), triton.cdiv(m, tokens))](
+            a, b, readable(scale), readable(scale_b), bias, out,
+            m, n, k,
             a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
             0 if bias is None else bias.stride(0),
-            QUANTIZES=quantizes, HAS_BIAS=bias is not None, HAS_FP8=has_fp8(a),
-            BLOCK_M=8 if m <= 8 else 16, BLOCK_N=_BLOCK_N, SLICES=_SLICES,
-            AHEAD=min(steps, ahead),
-            num_warps=_WARPS,
+            QUANTIZES=quantizes, HAS_BIAS=bias is not None, PDL=has_pdl(a),
+            MASK_M=m % tokens != 0, MASK_N=n % columns != 0,
+            MASK_K=k == 0 or k % (warps * BLOCK * ahead) != 0, LOOPS=steps > ahead,
+            COLUMNS=columns, TOKENS=tokens, WARPS=warps, AHEAD=ahead,
+            num_warps=warps, maxnreg=registers, launch_pdl=prefetch and has_pdl(a),
         )  # fmt: skip
     return out

@@ -23,6 +23,8 @@ from compile_ext.ops.registry import register_contract
 NAMESPACE = "compile_ext"
 # The argument that pins a kernel. Not "kernel": Inductor passes keywords on beside one of its own.
 PINNED = "pinned"
+# The argument that allows a kernel to read the contract's ``prewait_reads`` before its PDL wait.
+PREFETCH = "prefetch"
 # What an op gives: one tensor, or several where its schema says ``-> (Tensor, Tensor)``.
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
@@ -38,12 +40,15 @@ class Kernel:
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
             checked by the op. May raise KernelUnavailable before it has launched what counts.
+        prefetches: whether ``run`` takes a keyword ``prefetch``. Where it is True, no kernel that
+            may still be running writes what the contract names in ``prewait_reads``.
         failures: why it gave up in the middle of a call, by device.
     """
 
     name: str
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
+    prefetches: bool = False
     failures: dict[torch.device, str] = field(default_factory=dict)
 
     def give_up(self, device: torch.device, reason: str) -> None:
@@ -183,7 +188,8 @@ def define_op(
     contract: OpContract,
 ) -> OpOverload:
     """Register ``compile_ext::<schema>``, with a last argument ``str? pinned=None`` that pins a
-    kernel by name, and return its overload.
+    kernel by name, before it ``bool prefetch=False`` where a kernel prefetches, and return its
+    overload.
 
     Args:
         check: raises a CompileExtError for arguments that the op refuses; runs in the fake (so that
@@ -197,35 +203,40 @@ def define_op(
         raise AssertionError(f"a kernel of {schema} must be the reference, which always runs")
     name = schema.split("(", 1)[0]
     # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
-    pinnable = schema.replace(") ->", f", str? {PINNED}=None) ->", 1)
+    prefetches = any(k.prefetches for k in kernels)
+    more = f", bool {PREFETCH}=False" * prefetches + f", str? {PINNED}=None"
+    pinnable = schema.replace(") ->", f"{more}) ->", 1)
     _LIBRARY.define(pinnable, tags=(torch.Tag.pt2_compliant_tag,))
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     definition = OpDefinition(overload, kernels, contract.gemm)
-    count = len(overload._schema.arguments) - 1
+    count = len(overload._schema.arguments) - 1 - prefetches
+    defaults = (False, None) if prefetches else (None,)
 
-    def checked(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], str | None]:
-        """The arguments, and the kernel, which the dispatcher leaves out where it is None."""
-        args, pinned = given[:count], (given[count] if len(given) > count else None)
+    def checked(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, str | None]:
+        """The arguments, and the two that the dispatcher leaves out where they are the default."""
+        args, extra = given[:count], given[count:]
+        *prefetch, pinned = (*extra, *defaults[len(extra) :])
         _refuse_grad(overload, args)
         check(*args)
-        return args, pinned
+        return args, any(prefetch), pinned
 
     def run(*given: Any) -> Result:
-        args, pinned = checked(given)
+        args, prefetch, pinned = checked(given)
         kernel = definition.kernel_for(*args, pinned=pinned)[0]
+        options = {PREFETCH: prefetch} if kernel.prefetches else {}
         device = args[0].device.type
         try:
             if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                 # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
                 with torch.autocast(device, enabled=False):
-                    return kernel.run(*args)
-            return kernel.run(*args)
+                    return kernel.run(*args, **options)
+            return kernel.run(*args, **options)
         except KernelUnavailable as error:
             kernel.give_up(args[0].device, str(error))
         return run(*given)  # the next kernel, or the error of a pinned one
 
     def run_fake(*given: Any) -> Result:
-        args, pinned = checked(given)
+        args, _, pinned = checked(given)
         if pinned is not None:
             definition.kernel_for(*args, pinned=pinned)  # so that the error comes at trace time
         return fake(*args)

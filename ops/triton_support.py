@@ -19,6 +19,7 @@ from compile_ext.ops.errors import KernelUnavailable
 from compile_ext.ops.ue8m0 import E8M0
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
+PDL_CAPABILITY = (9, 0)  # Hopper
 FP8_CAPABILITY = (8, 9)  # conversions from and to e4m3 in hardware begin with Ada
 # What a RuntimeError of Triton's says where it could not compile, keep or load a kernel.
 _COMPILE_ERRORS = (
@@ -51,6 +52,16 @@ def has_fp8(x: Tensor) -> bool:
     return _capability(x) >= FP8_CAPABILITY
 
 
+def why_no_fp8(x: Tensor) -> str | None:
+    """Why the device of ``x`` has no conversions of e4m3 in hardware, or None."""
+    return device.why_not(x, FP8_CAPABILITY)
+
+
+def has_pdl(x: Tensor) -> bool:
+    """Whether the device of ``x`` has programmatic dependent launch."""
+    return _capability(x) >= PDL_CAPABILITY
+
+
 def tile(m: int, x: Tensor) -> dict[str, int]:
     """Tile and warps of a GEMM of m tokens, such that no register spills where K is a multiple of
     128 and rows are aligned (`cuobjdump -res-usage`, Triton 3.6 and 3.7): products of warp groups
@@ -81,9 +92,10 @@ def run_of(kernel: str, function: str = "run") -> Callable[..., Any]:
     """A function of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call. Raises
     KernelUnavailable where Triton does not load, compile or keep a kernel."""
 
-    def run(*args: object) -> Any:
+    def run(*args: object, **options: object) -> Any:
         try:
-            return getattr(importlib.import_module(f"compile_ext.ops.{kernel}"), function)(*args)
+            module = importlib.import_module(f"compile_ext.ops.{kernel}")
+            return getattr(module, function)(*args, **options)
         except Exception as error:
             reason = _why_not_compiled(error)
             if reason is None:

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops import column_major
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
-from compile_ext.ops.block_scaled_mm import SMALL_M
+from compile_ext.ops.block_scaled_mm_spec import SMALL_M
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.quantize import BLOCK, quantize_groups
 from compile_ext.ops.ue8m0 import E8M0

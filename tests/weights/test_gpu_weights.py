@@ -16,7 +16,7 @@ import compile_ext
 from compile_ext.demo.kernels import count_kernels
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops import quantize_fp8_per_token
-from compile_ext.ops.block_scaled_mm import block_scaled_mm_ref
+from compile_ext.ops.block_scaled_mm_spec import block_scaled_mm_ref
 from compile_ext.ops.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
