@@ -7,7 +7,7 @@ call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,11 @@ class OpDefinition:
                 return kernel, reasons
             reasons[kernel.name] = reason
         raise AssertionError(f"{self.overload} has no reference kernel")  # define_op sees to it
+
+    def own_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Of a call's arguments by schema name, those that ``kernel_for`` and kernels take: without
+        ``prefetch`` and ``pinned``."""
+        return tuple(x for name, x in arguments.items() if name not in (PREFETCH, PINNED))
 
     def measured_ranges(self, args: tuple[Any, ...]) -> device_tables.Ranges | None:
         """The rows of this call's N and K, for all M, in the measured tables of its device. None

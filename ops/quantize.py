@@ -57,7 +57,7 @@ def quantize_fp8_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Ten
     return q, _column_major(scale)
 
 
-def quantize_groups(x: Tensor, use_ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_groups(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
     """``quantize_fp8_groups`` with scales in rows."""
     dtype_in("quantize_fp8_groups", "x", x, _FLOATS)
     rank_is("quantize_fp8_groups", "x", x, 2)

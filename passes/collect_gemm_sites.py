@@ -70,9 +70,8 @@ def _kernel(call: OpCall, m: int | torch.SymInt) -> tuple[str, tuple[str, ...]]:
     definition = definition_of(call.op)
     if definition is None:
         return "-", ()
-    values: dict[str, Any] = dict(fakes(call.arguments))
-    pinned = values.pop(PINNED)
-    args = tuple(values.values())
+    pinned = call.arguments[PINNED]
+    args = definition.own_arguments(fakes(call.arguments))
     kernel, reasons = definition.kernel_for(*args, pinned=pinned)
     name = kernel.name
     if pinned is None and isinstance(m, torch.SymInt) and not is_static(m):

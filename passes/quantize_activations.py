@@ -7,15 +7,14 @@ A quantization in the graph disappears into what computes x: ``fuse_norm_quantiz
 it and an RMSNorm, Inductor one kernel of it and pointwise code. It is computed once for all GEMMs
 that read x, and the op can choose kernels that take FP8 alone.
 Legal: always, right before the GEMM. The op's own quantization is that of ``quantize_fp8_groups``,
-bit for bit, with use_ue8m0 where the weight's scales are float8_e8m0fnu. GEMMs of one format share
-one where nothing in the graph writes x.
+bit for bit. GEMMs share one where nothing in the graph writes x.
 Bails: what computes x is another kernel, and M so small that the GEMM quantizes x for nothing.
 Looks at nothing where the op would run its reference, which is exact and slow either way.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -43,7 +42,8 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
         return
     producers = _Producers(calls, ctx)
     reasons = [ctx.stand_back(x.node) or _why_not(x.arguments["a"], producers) for x in calls]
-    inliners = {False: Inliner(_quantize, ctx), True: Inliner(_quantize_ue8m0, ctx)}
+    # As the op itself does: scales of powers of two where the weight has such.
+    inliners = {x: Inliner(functools.partial(_quantize, use_ue8m0=x), ctx) for x in (False, True)}
     done: dict[tuple[Node, bool], tuple[Node, ...]] = {}
     for call, reason in zip(calls, reasons, strict=True):
         node, a = call.node, call.arguments["a"]
@@ -52,22 +52,17 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
             ctx.skipped(node, reason)
             continue
         scale_b = tensor(call.arguments["scale_b"])
-        use_ue8m0 = scale_b is not None and scale_b.dtype == E8M0
-        key = producers.origin[node], use_ue8m0
+        assert scale_b is not None
+        key = producers.origin[node], scale_b.dtype == E8M0
         shared = None if ctx.is_written(a) else done.get(key)
-        q, scale = done[key] = shared or inliners[use_ue8m0].insert(a, node)
+        q, scale = done[key] = shared or inliners[key[1]].insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
         alone = "its activation is quantized"
         ctx.fired(node, "it shares the quantization of its activation" if shared else alone)
 
 
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    q, scale = quantize_groups(x)
-    return q, column_major.OP(scale)
-
-
-def _quantize_ue8m0(x: Tensor) -> tuple[Tensor, Tensor]:
-    q, scale = quantize_groups(x, use_ue8m0=True)
+def _quantize(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    q, scale = quantize_groups(x, use_ue8m0)
     return q, column_major.OP(scale)
 
 
@@ -80,9 +75,9 @@ def _read(node: Node, ctx: PassContext) -> OpCall | None:
     assert definition is not None
     if a is None or a.dtype != torch.bfloat16:
         return None
-    values: dict[str, Any] = dict(fakes(call.arguments))
-    pinned = values.pop(PINNED) or ctx.kernels.get(definition.name)
-    is_reference = definition.kernel_for(*values.values())[0].name == "reference"
+    pinned = call.arguments[PINNED] or ctx.kernels.get(definition.name)
+    args = definition.own_arguments(fakes(call.arguments))
+    is_reference = definition.kernel_for(*args)[0].name == "reference"
     return None if is_reference or pinned == "reference" else call
 
 

@@ -12,11 +12,12 @@ Bails: M is not 1 or not static; the weight has a writer in the graph; compile_e
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from compile_ext.ops.contract import m_of_gemm
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.op_calls import OpCall, read_call
+from compile_ext.passes.prewait import why_not_before_wait
 from compile_ext.passes.values import bounds, range_text, tensor
 
 
@@ -46,8 +47,4 @@ def _why_not(call: OpCall, ctx: PassContext) -> str | None:
     low, high = bounds(m_of_gemm(call.op, gemm, a))
     if (low, high) != (1, 1):
         return f"M = {low}" if low == high else f"M is {range_text(low, high)}"
-    for name in call.contract.prewait_reads:
-        value = call.arguments[name]
-        if isinstance(value, Node) and ctx.is_written(value):
-            return f"the graph writes {name}"
-    return None
+    return why_not_before_wait(call, ctx)

@@ -13,7 +13,9 @@ from compile_ext.passes import PASS_NAMES
 
 
 def test_defaults() -> None:
-    assert Options.parse() == Options(frozenset(), False, "inductor", None, False, True, False, {}, {})
+    assert Options.parse() == Options(
+        frozenset(), False, "inductor", None, False, True, False, {}, {}
+    )
 
 
 def test_own_and_inductor_options_side_by_side() -> None:

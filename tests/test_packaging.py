@@ -113,7 +113,14 @@ def test_wheel_holds_every_module_the_kernel_tables_and_the_typing_marker(tmp_pa
     sources = [file.relative_to(ROOT) for file in modules_on_disk().values()]
     marker = Path("compile_ext", "py.typed")
     tables = [file.relative_to(ROOT) for file in (ROOT / "ops" / "kernel_tables").iterdir()]
-    for file in [*sources, *tables, marker, Path("pyproject.toml"), Path("README.md"), Path("LICENSE")]:
+    for file in [
+        *sources,
+        *tables,
+        marker,
+        Path("pyproject.toml"),
+        Path("README.md"),
+        Path("LICENSE"),
+    ]:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         (source / file).write_bytes((ROOT / file).read_bytes())
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -37,7 +37,7 @@ def test_values_and_strides(m: int, groups: int, opcheck: Any) -> None:
 
 def test_it_is_what_quantize_fp8_groups_does() -> None:
     x = torch.randn(5, 300).bfloat16()
-    q, scale = quantize_groups(x)
+    q, scale = quantize_groups(x, False)
     want, want_scale = quantize_fp8_groups(x)
     got = column_major(scale)
     assert torch.equal(q.float(), want.float())
@@ -61,7 +61,7 @@ def test_inductor_computes_it_without_a_call_and_without_a_guard() -> None:
     w, scale_b = quantize_fp8_blocks(torch.randn(64, 256))
 
     def model(x: Tensor) -> Tensor:
-        q, scale = quantize_groups(x)
+        q, scale = quantize_groups(x, False)
         return block_scaled_mm(q, w, column_major(scale), scale_b)
 
     compiled = torch.compile(model)
