@@ -213,9 +213,9 @@ def test_padding_keeps_the_numbers() -> None:
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     [row] = compile_ext.explain(compiled).rows
-    assert [(x.fired, x.detail) for x in row.decisions] == [
-        (True, "N 150 -> 160, K 300 -> 304: a, b padded"),
-        (True, "scale_b: its strides are (3, 1): fit(strides % 4)"),
+    assert [x.detail for x in row.decisions if x.fired] == [
+        "N 150 -> 160, K 300 -> 304: a, b padded",
+        "scale_b: its strides are (3, 1): fit(strides % 4)",
     ]
 
 

@@ -35,7 +35,7 @@ class Failing:
     def __init__(self, error: Exception) -> None:
         self.error, self.calls = error, 0
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
         self.calls += 1
         raise self.error
 
@@ -182,6 +182,8 @@ def test_run_of_turns_them_into_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "run_bmm", Failing(PermissionError(13, "denied")), raising=False)
     with pytest.raises(KernelUnavailable, match=r"Triton does not compile it .*denied"):
         run()
+    monkeypatch.setattr(fake, "run_bmm", lambda *args, **options: (args, options))
+    assert run(1, prefetch=True) == ((1,), {"prefetch": True})
     monkeypatch.setattr(fake, "run_bmm", Failing(TypeError("ours")))
     with pytest.raises(TypeError, match="ours"):
         run()
