@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from compile_ext.ops import deep_gemm_support, device_tables, triton_support
+from compile_ext.ops.define import definitions
 from compile_ext.ops.device_tables import DeviceTables
 from compile_ext.ops.kernel_table import Table
 
@@ -41,6 +42,7 @@ def examine() -> list[Finding]:
         _toolkit(),
         _deep_gemm(),
         *_kernel_tables(),
+        *_failures(),
     ]
 
 
@@ -70,9 +72,7 @@ def _triton() -> Finding:
 def _toolkit() -> Finding:
     use = "DeepGEMM compiles with it"
     found = deep_gemm_support.nvcc()
-    if found is None:
-        return Finding("nvcc", "", use, "install NVIDIA's CUDA toolkit, or set CUDA_HOME to it")
-    return Finding("nvcc", str(found), use)
+    return Finding("nvcc", str(found or ""), use, deep_gemm_support.why_no_nvcc(found))
 
 
 def _deep_gemm() -> Finding:
@@ -113,6 +113,15 @@ def _why_not_measured(tables: DeviceTables) -> str | None:
 
 def _others(table: Table, here: device_tables.Machine) -> Iterator[tuple[str, str]]:
     return ((k, v) for k, v in table.versions.items() if here.versions.get(k) != v)
+
+
+def _failures() -> Iterator[Finding]:
+    """The kernels that gave up in this process, in the middle of a call."""
+    for definition in definitions():
+        for kernel in definition.kernels:
+            for device, reason in kernel.failures.items():
+                name = f"{kernel.name} on {device}"
+                yield Finding(name, "", definition.name, f"gave up in this process: {reason}")
 
 
 def _version(package: str) -> str:

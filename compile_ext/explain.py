@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -16,8 +18,9 @@ from torch import nn
 from compile_ext import records
 from compile_ext.backend import compile_ext_backend
 from compile_ext.bindings import Binding
+from compile_ext.ops.define import definitions
 from compile_ext.ops.errors import NotCompiledError
-from compile_ext.passes.report import Entry
+from compile_ext.passes.report import Entry, Site
 from compile_ext.report import Fallback, Report, Row
 from compile_ext.tensors import names_of, original, roots_of
 
@@ -91,7 +94,21 @@ def _rows(record: records.GraphRecord, names: dict[int, str]) -> Iterator[Row]:
 
 
 def _row(entry: Entry, name: str, kinds: tuple[str, ...] = ()) -> Row:
-    return Row(name, entry.op, entry.site, tuple(entry.decisions), kinds)
+    site = _as_it_ran(entry.site) if entry.site is not None else None
+    return Row(name, entry.op, site, tuple(entry.decisions), kinds)
+
+
+def _as_it_ran(site: Site) -> Site:
+    """The site, with the kernels that were chosen at compile time and gave up in a call since."""
+    for definition in definitions():
+        if str(definition.overload._schema.name) != site.op:
+            continue
+        for kernel in definition.kernels:
+            said = [f"{kernel.name}: {r}" for r in dict.fromkeys(kernel.failures.values())]
+            if said and re.search(rf"\b{kernel.name}\b", site.kernel):
+                chosen = f"{site.kernel} (gave up: {kernel.name})"
+                site = replace(site, kernel=chosen, passed_over=(*site.passed_over, *said))
+    return site
 
 
 def _kinds(position: int, binding: Binding) -> tuple[str, ...]:

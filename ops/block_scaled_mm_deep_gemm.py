@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_operands
+from compile_ext.ops import deep_gemm_operands, deep_gemm_support
 from compile_ext.ops.triton_support import device_of
 
 
@@ -29,11 +29,11 @@ def run(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
     assert scale_a is not None  # why_not wants an FP8 a, which has one
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     with device_of(a):
         activation = a, deep_gemm_operands.column_major(scale_a)
-        deep_gemm.fp8_gemm_nt(activation, (b, deep_gemm_operands.rows(scale_b)), out)
+        deep_gemm_support.call(
+            "fp8_gemm_nt", activation, (b, deep_gemm_operands.rows(scale_b)), out
+        )
     return out

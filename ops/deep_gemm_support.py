@@ -11,16 +11,22 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
 
+from compile_ext.ops.errors import KernelUnavailable
+
 PACKAGE = "sgl-deep-gemm"
 # torch release -> the release of PACKAGE that was built for it
 RELEASES = {"2.11": "0.1.5.post1", "2.13": "0.1.7", "2.14": "0.2.5"}
 _CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
+_LOAD_ERRORS = r"INVALID_IMAGE|NO_BINARY|INVALID_PTX|UNSUPPORTED_PTX|INVALID_SOURCE|NOT_FOUND"
+_NVCC = (12, 3)  # DeepGEMM asserts it; from 12.9 its kernels are fastest
 _KERNEL_BYTES = 16 * 2**20  # one compilation: source, temporary files and cubin
 
 
@@ -32,8 +38,9 @@ def why_not() -> str | None:
     """
     if importlib.util.find_spec("deep_gemm") is None:
         return f"DeepGEMM is not installed: {install()}"
-    if nvcc() is None:
-        return "DeepGEMM compiles with nvcc, which was not found: install CUDA's, or set CUDA_HOME"
+    reason = why_no_nvcc(nvcc())
+    if reason:
+        return f"DeepGEMM compiles with nvcc, which {reason}"
     reason = why_no_cache(cache_folder())
     if reason:
         return f"DeepGEMM {reason}: set {_CACHE_VARIABLE} to another folder"
@@ -62,6 +69,65 @@ def nvcc() -> Path | None:
         return Path(found)
     place = Path(home or "/usr/local/cuda") / "bin" / "nvcc"  # a home that is set is the only one
     return place if os.access(place, os.X_OK) else None
+
+
+def why_no_nvcc(place: Path | None) -> str | None:
+    """What is wrong with the compiler, and what to do about it, or None."""
+    fix = "install NVIDIA's CUDA toolkit, or set CUDA_HOME to it"
+    if place is None:
+        return f"was not found: {fix}"
+    try:
+        done = subprocess.run([place, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"does not run ({place}: {error}): {fix}"
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    if done.returncode or release is None:
+        said = (done.stderr or done.stdout).strip().splitlines()[:1] or ["no release"]
+        return f"does not run ({place}: {said[0]}): {fix}"
+    found = int(release[1]), int(release[2])
+    if found < _NVCC:
+        wanted = ".".join(map(str, _NVCC))
+        return f"is too old ({place}: {release[1]}.{release[2]}, wanted {wanted}): {fix}"
+    return None
+
+
+def call(function: str, *args: object) -> None:
+    """Call a function of DeepGEMM, which compiles a kernel where it has none for these arguments.
+
+    Raises:
+        KernelUnavailable: this release has no such function, or its compiler or cache fails. Other
+            errors (out of memory, an illegal address) are the library's own.
+    """
+    deep_gemm = importlib.import_module("deep_gemm")
+    if not hasattr(deep_gemm, function):
+        raise KernelUnavailable(f"this release of DeepGEMM has no {function}: {install()}")
+    try:
+        getattr(deep_gemm, function)(*args)
+    except RuntimeError as error:
+        detail = _compile_failure(str(error))
+        if detail is None:
+            raise
+        hint = "what nvcc says is in the output of this process; compile-ext doctor looks at it"
+        raise KernelUnavailable(f"DeepGEMM does not compile it ({detail}): {hint}") from error
+
+
+def _compile_failure(text: str) -> str | None:
+    """What a failure of DeepGEMM's compiler, cache or loader says, without the place in its source;
+    None for another error. An error is ``<kind> error (<file>:<line>): <what>``."""
+    first = (text.strip().splitlines() or [""])[0]
+    if "filesystem error" in first:
+        return first
+    found = re.search(r"(\w[\w ]*) error \((.*?):\d+\): (.*)", first)
+    if found is None:
+        return None
+    kind, file, what = found.groups()
+    # Files of the compiler lie in csrc/jit (0.1) and deep_jit (0.2); what is included there has the
+    # folder in its name.
+    if "/jit/" not in file and "deep_jit" not in file:
+        return None
+    if kind.startswith("CUDA"):  # a device in trouble says so anywhere: only what a loader says
+        return what if re.search(_LOAD_ERRORS, what) else None
+    return what
 
 
 def cache_folder() -> Path:

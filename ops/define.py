@@ -7,8 +7,8 @@ call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.library import Library, register_fake
 
 from compile_ext.ops import checks, device_tables
 from compile_ext.ops.contract import Gemm, OpContract, m_of_gemm
-from compile_ext.ops.errors import GradError, KernelError
+from compile_ext.ops.errors import GradError, KernelError, KernelUnavailable
 from compile_ext.ops.registry import register_contract
 
 NAMESPACE = "compile_ext"
@@ -30,7 +30,7 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 _LIBRARY = Library(NAMESPACE, "DEF")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Kernel:
     """One implementation of an op.
 
@@ -39,15 +39,23 @@ class Kernel:
             ``batch_invariant``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
-            checked by the op.
+            checked by the op. May raise KernelUnavailable before it has launched what counts.
         prefetches: whether ``run`` takes a keyword ``prefetch``. Where it is True, no kernel that
             may still be running writes what the contract names in ``prewait_reads``.
+        failures: why it gave up in the middle of a call, by device.
     """
 
     name: str
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
     prefetches: bool = False
+    failures: dict[torch.device, str] = field(default_factory=dict)
+
+    def give_up(self, device: torch.device, reason: str) -> None:
+        """From now on this is why not, on this device. Costs the calls before it nothing."""
+        asked = self.why_not
+        self.failures[device] = reason
+        self.why_not = lambda *args: reason if args[0].device == device else asked(*args)
 
     def launch(self, args: Sequence[Any], *, prefetch: bool) -> Result:
         """``run``, told about ``prefetch`` if it takes it."""
@@ -225,11 +233,15 @@ def define_op(
         args, prefetch, pinned = checked(given)
         kernel = definition.kernel_for(*args, pinned=pinned)[0]
         device = args[0].device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
-            with torch.autocast(device, enabled=False):
-                return kernel.launch(args, prefetch=prefetch)
-        return kernel.launch(args, prefetch=prefetch)
+        try:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                # A reference is written in terms of torch.mm, which autocast would run in 16 bits.
+                with torch.autocast(device, enabled=False):
+                    return kernel.launch(args, prefetch=prefetch)
+            return kernel.launch(args, prefetch=prefetch)
+        except KernelUnavailable as error:
+            kernel.give_up(args[0].device, str(error))
+        return run(*given)  # the next kernel, or the error of a pinned one
 
     def run_fake(*given: Any) -> Result:
         args, _, pinned = checked(given)

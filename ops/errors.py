@@ -83,6 +83,11 @@ class TableError(CompileExtError, ValueError):
     """A file is no kernel table, or a table cannot be written."""
 
 
+class KernelUnavailable(Exception):
+    """A kernel finds out as it runs that it cannot, here and in this process: its compiler fails.
+    The text is the reason. The dispatcher takes the next kernel, for this call and later ones."""
+
+
 class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 

@@ -30,7 +30,7 @@ def operand(x, HAS_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     return decoded
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def scale_value(x):  # type: ignore[no-untyped-def]
     """A scale in float32: itself, or what a byte of float8_e8m0fnu means."""
     if x.dtype == tl.uint8:

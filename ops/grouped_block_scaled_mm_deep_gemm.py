@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_operands, triton_support
+from compile_ext.ops import deep_gemm_operands, deep_gemm_support, triton_support
 from compile_ext.ops.triton_support import device_of
 
 ROWS = 128  # of one group
+_group_of_each_block = triton_support.run_of("group_rows_triton", "group_of_each_block")
+_zero_idle_rows = triton_support.run_of("group_rows_triton", "zero_idle_rows")
 
 
 def why_not(
@@ -52,16 +54,12 @@ def run(
     m_indices: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
-    from compile_ext.ops import group_rows_triton
-
     groups = b.shape[0]
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
     with device_of(a):
         activation = a, deep_gemm_operands.column_major(scale_a)
         weight = b, deep_gemm_operands.rows(scale_b)
-        each = group_rows_triton.group_of_each_block(m_indices, groups, ROWS)
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(activation, weight, out, each)
-        group_rows_triton.zero_idle_rows(out, m_indices, groups)
+        each = _group_of_each_block(m_indices, groups, ROWS)
+        deep_gemm_support.call("m_grouped_fp8_gemm_nt_contiguous", activation, weight, out, each)
+        _zero_idle_rows(out, m_indices, groups)
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import deep_gemm_operands
+from compile_ext.ops import deep_gemm_operands, deep_gemm_support
 from compile_ext.ops.triton_support import device_of
 
 M_MULTIPLE = 128
@@ -44,15 +44,13 @@ def run(
     expected_m: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    import deep_gemm  # pyright: ignore[reportMissingImports]
-
     m_max = a.shape[1]
     out = a.new_empty(a.shape[0], m_max, b.shape[1], dtype=out_dtype)
     with device_of(a):
         activation = a, deep_gemm_operands.column_major(scale_a)
         weight = b, deep_gemm_operands.rows(scale_b)
         used = masked_m.clamp(0, m_max)
-        deep_gemm.m_grouped_fp8_gemm_nt_masked(
-            activation, weight, out, used, min(expected_m, m_max)
+        deep_gemm_support.call(
+            "m_grouped_fp8_gemm_nt_masked", activation, weight, out, used, min(expected_m, m_max)
         )
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,11 +15,22 @@ from torch import Tensor
 
 from compile_ext.ops import device
 from compile_ext.ops.checks import FP8
+from compile_ext.ops.errors import KernelUnavailable
 from compile_ext.ops.ue8m0 import E8M0
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
 PDL_CAPABILITY = (9, 0)  # Hopper
 FP8_CAPABILITY = (8, 9)  # conversions from and to e4m3 in hardware begin with Ada
+# What a RuntimeError of Triton's says where it could not compile, keep or load a kernel.
+_COMPILE_ERRORS = (
+    "PassManager::run failed",
+    "Failed to find C compiler",
+    "Failed to load newly compiled",
+    "Could not create or locate cache dir",
+    "Cannot find ptxas",
+    "device kernel image is invalid",
+    "unsupported toolchain",
+)
 
 
 def why_not(x: Tensor, *_: object) -> str | None:
@@ -77,9 +89,41 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 def run_of(kernel: str, function: str = "run") -> Callable[..., Any]:
-    """A function of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call."""
+    """A function of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call. Raises
+    KernelUnavailable where Triton does not load, compile or keep a kernel."""
 
-    def run(*args: object) -> Any:
-        return getattr(importlib.import_module(f"compile_ext.ops.{kernel}"), function)(*args)
+    def run(*args: object, **options: object) -> Any:
+        try:
+            module = importlib.import_module(f"compile_ext.ops.{kernel}")
+            return getattr(module, function)(*args, **options)
+        except Exception as error:
+            reason = _why_not_compiled(error)
+            if reason is None:
+                raise  # out of memory, an illegal address, a fault of ours
+            raise KernelUnavailable(reason) from error
 
     return run
+
+
+def _why_not_compiled(error: Exception) -> str | None:
+    """The reason, if Triton could not make a kernel of its source; None for other errors."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, ImportError):
+        return f"Triton does not load ({lines[0]})"
+    # Nothing but Triton's compiler opens a file or starts a process in a launch.
+    if isinstance(error, (OSError, subprocess.SubprocessError)):
+        hint = "TRITON_CACHE_DIR names the folder where it keeps kernels"
+        return f"Triton does not compile it ({lines[0]}); {hint}"
+    if isinstance(error, RuntimeError):
+        said = any(text in str(error) for text in _COMPILE_ERRORS)
+        return f"Triton does not compile it ({lines[0]})" if said else None
+    if not type(error).__module__.startswith("triton."):
+        return None
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, CompilationError):
+        return f"Triton does not compile it ({lines[-1].strip()})"  # the source comes first
+    if isinstance(error, (OutOfResources, PTXASError)):
+        return f"Triton does not compile it ({lines[0]})"
+    return None

@@ -44,6 +44,17 @@ def mlp(model: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return gated(model, model.up(model.norm(x))), x
 
 
+def test_the_format_is_that_of_the_weights_scale(rewrite: Any, fp8_model: Any) -> None:
+    """Scales of the activation are powers of two where those of the weight are stored as such."""
+
+    def body(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, up = F.silu(x), model.up
+        coarse = up.weight_scale.to(torch.float8_e8m0fnu)
+        return up(x), block_scaled_mm(x, up.weight, None, coarse)
+
+    assert rewrite(fp8_model(body), tokens(5, K)).of(PASS) == [FIRED, FIRED]
+
+
 def test_graph(rewrite: Any, fp8_model: Any) -> None:
     got = rewrite(fp8_model(gated), tokens(5, 2 * K))
     assert got.of(PASS) == [FIRED]
