@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from compile_ext.ops import column_major
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.block_scaled_mm_spec import SMALL_M
+from compile_ext.ops.checks import is_zero
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.quantize import BLOCK, quantize_groups
 from compile_ext.ops.ue8m0 import E8M0
@@ -87,7 +88,7 @@ def _why_not(a: Node, producers: _Producers) -> str | None:
     m, k = found.shape
     if not is_static(k):
         return "its last dimension is symbolic"
-    if 0 in (m, k):
+    if is_zero(m) or is_zero(k):
         return "its activation is empty"
     if _pays_alone(m) or producers.fuses(a):
         return None

@@ -55,7 +55,7 @@ def test_a_block_runs_four_kernels(m: int, with_residual: bool) -> None:
         want = model(*args)
     report = compile_ext.explain(compiled)
     assert len(names) == 4, "\n".join([*names, str(report)])
-    # norm, gate_up, silu * mul with the quantization, down: the third is Inductor's, whose names for
+    # norm, gate_up, silu * mul and quantization, down: the third is Inductor's, whose names for
     # kernels list the ATen ops inside. (Ours are all called _kernel.)
     assert ["triton_" in x for x in names] == [False, False, True, False], names
     assert "silu" in names[2], names

@@ -62,6 +62,8 @@ PRODUCERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str | None]] = {
     "a softmax": (lambda model, x: x.softmax(-1), None),
     "a LayerNorm": (lambda model, x: F.layer_norm(x, (K,)), None),
     "pointwise behind a norm": (lambda model, x: F.silu(model.norm(x)), None),
+    "pointwise behind a softmax": (lambda model, x: x.softmax(-1) * 2, None),
+    "pointwise behind a LayerNorm": (lambda model, x: F.layer_norm(x, (K,)) * 2, None),
     "a sum": (lambda model, x: x.unflatten(1, (2, -1)).repeat(1, 1, 2).sum(1), None),
     "an RMSNorm of another formula": (norm_of_another_formula, None),
 }
