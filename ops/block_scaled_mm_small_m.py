@@ -28,6 +28,9 @@ activation comes after it, and every store. Imports Triton.
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compile_ext.ops.quantize import AMAX_FLOOR, BLOCK, FP8_MAX, blocks_of
 from compile_ext.ops.triton_support import device_of, has_pdl, readable
 
+MEASURED = Path(__file__).with_suffix(".json")
 _K_WIDTH = gl.constexpr(16)
 _FP8_MAX, _AMAX_FLOOR = gl.constexpr(FP8_MAX), gl.constexpr(AMAX_FLOOR)
 
@@ -64,13 +68,26 @@ class Config(NamedTuple):
 
 
 def configure(m: int, n: int, k: int) -> Config:
-    """The configuration of a call, as measured on an H200."""
+    """The configuration of a call: the fastest for a measured shape, else that of its like."""
+    for last, config in _measured().get((n, k), ()):
+        if m <= last:
+            return config
     tokens = 8 if m <= 8 else 16
     if n <= 4096:
         return Config(16, tokens, 8, 7)
     if n <= 8192:
         return Config(16, tokens, 4, 4, 128 if m <= 8 else None)
     return Config(32, tokens, 2, 3)
+
+
+@functools.cache
+def _measured() -> dict[tuple[int, int], list[tuple[int, Config]]]:
+    """For N and K, the last M of each range and its configuration: ``sweep_small_m.py --ship``."""
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    found: dict[tuple[int, int], list[tuple[int, Config]]] = {}
+    for row in rows:
+        found.setdefault((row["n"], row["k"]), []).append((row["last_m"], Config(*row["config"])))
+    return found
 
 
 @gluon.jit

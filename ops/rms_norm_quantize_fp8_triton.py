@@ -13,11 +13,12 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from compile_ext.ops.fp8_triton import e4m3_bytes, quantize
 from compile_ext.ops.quantize import blocks_of
 from compile_ext.ops.rms_norm_quantize_fp8 import fake_quantized
-from compile_ext.ops.triton_support import device_of, has_fp8, readable
+from compile_ext.ops.triton_support import device_of, has_fp8, has_pdl, readable
 
 _ELEMENTS_OF_A_WARP = 1024  # 32 a thread, in float32
 
@@ -28,8 +29,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     K, eps,
     stride_x_m, stride_x_k, stride_residual_m, stride_residual_k, stride_weight, stride_scale_k,
     ADDS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUNDS: tl.constexpr, HAS_FP8: tl.constexpr,
-    USE_UE8M0: tl.constexpr, GROUPS: tl.constexpr,
+    USE_UE8M0: tl.constexpr, PDL: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        # Whoever is launched to start early may fetch its weight from here on; it waits for the
+        # rest of this kernel before it reads q.
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -105,6 +110,6 @@ def _launch(
             *x.stride(), *(residual.stride() if residual is not None else (0, 0)),
             weight.stride(0) if weight is not None else 0, scale.stride(1),
             ADDS=residual is not None, HAS_WEIGHT=weight is not None, ROUNDS=rounds,
-            HAS_FP8=has_fp8(x), USE_UE8M0=use_ue8m0, GROUPS=groups,
+            HAS_FP8=has_fp8(x), USE_UE8M0=use_ue8m0, PDL=has_pdl(x), GROUPS=groups,
             num_warps=warps,
         )  # fmt: skip

@@ -113,7 +113,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def _fault(kernel: Kernel, args: Arguments, want: Tensor) -> str | None:
-    got = kernel.run(*args)
+    got = kernel.launch(args, prefetch=True)
     assert isinstance(got, Tensor)
     error = relative_error(got, want)
     # So written that a NaN is wrong.

@@ -1,8 +1,8 @@
 """Compile the Triton kernels for GPUs that are not here, as ``run`` would launch them there.
 
 Run by ``test_compile.py`` in a process of its own, without the interpreter. Prints a JSON line a
-kernel: its name, the architecture, the kind of the call, the tensor core instruction, and the bytes
-of spilled registers.
+kernel: its name, the architecture, the kind of the call, the tensor core instruction, its loads and
+stores with the PDL instructions among them, and the bytes of spilled registers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from compile_ext.ops import triton_support, ue8m0
 
@@ -30,9 +31,11 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 N, K = 576, 7168
+# What a PDL wait stands between.
+ORDER = r"griddepcontrol\.\w+|(?:ld|st)\.global"
 # The function of a call and its kernel, where they are not run and _kernel.
 WAYS = {
     "heads": ("run_bmm", "_kernel"),
@@ -70,8 +73,10 @@ class Launch:
             # As Triton specialises: a pointer is aligned, a size or stride where it divides.
             if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, aligned)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=self.options)
+        of_kernel = GluonASTSource if isinstance(self.kernel, GluonJITFunction) else ASTSource
+        source = of_kernel(self.kernel, signature, constants, aligned)
+        options = {k: v for k, v in self.options.items() if v is not None}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -98,11 +103,13 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "scaled_mm_triton", "invariant", (fp8, b, *channels, None, BF16, 64)
     for m in (1, 16, 128):
         fp8, scale = torch.zeros(m, K, dtype=FP8), torch.ones(56, m).t()
+        powers = scale.to(ue8m0.E8M0), scale_b.to(ue8m0.E8M0)
         for kernel in ("block_scaled_mm_small_m", "block_scaled_mm_triton"):
             if m <= 16 or kernel == "block_scaled_mm_triton":
                 yield kernel, f"m={m} fp8", (fp8, b, scale, scale_b, None, BF16)
                 yield kernel, f"m={m} bf16", (fp8.to(BF16), b, None, scale_b, None, BF16)
-        powers = scale.to(ue8m0.E8M0), scale_b.to(ue8m0.E8M0)
+        if m <= 16:
+            yield "block_scaled_mm_small_m", f"m={m} ue8m0", (fp8, b, *powers, None, BF16)
         yield "block_scaled_mm_triton", f"m={m} fp8 ue8m0", (fp8, b, *powers, None, BF16)
         ue8m0_bf16 = fp8.to(BF16), b, None, powers[1], None, BF16
         yield "block_scaled_mm_triton", f"m={m} bf16 ue8m0", ue8m0_bf16
@@ -125,6 +132,8 @@ def main() -> None:
         capability = divmod(arch, 10)
         triton_support._capability = lambda x, found=capability: found
         for name, call, args in calls():
+            if name == "block_scaled_mm_small_m" and arch < 89:
+                continue  # it wants e4m3 in hardware
             module = importlib.import_module(f"compile_ext.ops.{name}")
             function, kernel = WAYS.get(call, ("run", "_kernel"))
             original = getattr(module, kernel)
@@ -137,7 +146,9 @@ def main() -> None:
             made = launch.compile(arch)
             mma = re.findall(r"(?:mma\.sync|wgmma\.mma_async)[\w.]*", made.asm["ptx"])
             found = {"kernel": name, "arch": arch, "call": call, "mma": sorted(set(mma))}
-            print(json.dumps({**found, "spilled": spilled_bytes(made.asm["cubin"])}), flush=True)
+            order = re.findall(ORDER, made.asm["ptx"])
+            spilled = spilled_bytes(made.asm["cubin"])
+            print(json.dumps({**found, "order": order, "spilled": spilled}), flush=True)
 
 
 if __name__ == "__main__":

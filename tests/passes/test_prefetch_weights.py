@@ -1,0 +1,147 @@
+"""prefetch_weights: which GEMMs may fetch their weight before the kernel in front has ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from compile_ext.layers import BlockFp8Linear
+from compile_ext.ops import block_scaled_mm, quantize_fp8_blocks, triton_support
+
+PASS = "prefetch_weights"
+K = 128
+FIRED = (True, "its kernel may fetch the weight before its PDL wait")
+FIRST = (False, "what ran before the graph may still write the weight")
+
+
+@pytest.fixture(autouse=True)
+def pdl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU had programmatic dependent launch; its reference ignores the flag."""
+    monkeypatch.setattr(triton_support, "has_pdl", lambda x: True)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.one = BlockFp8Linear(torch.randn(K, K))
+        self.two = BlockFp8Linear(torch.randn(K, K))
+        self.three = BlockFp8Linear(torch.randn(K, K))
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.body(self, *args)
+
+
+def tokens(m: int) -> Tensor:
+    return torch.randn(m, K).bfloat16()
+
+
+def test_a_chain(rewrite: Any) -> None:
+    got = rewrite(Model(lambda self, x: self.two(self.one(x))), tokens(1))
+    assert got.of(PASS) == [FIRST, FIRED]
+    assert_expected_inline(got.graph, """\
+arg0: bfloat16[1, 128]
+arg1: float8_e4m3fn[128, 128]
+arg2: float32[1, 1]
+arg3: float8_e4m3fn[128, 128]
+arg4: float32[1, 1]
+%0: bfloat16[1, 128] = .reshape(arg0, -1, 128)
+%1: bfloat16[1, 128] = compile_ext::block_scaled_mm_m1(%0, arg1, None, arg2, None, bfloat16)
+%2: bfloat16[1, 128] = .view(%1, 1, 128)
+%3: bfloat16[1, 128] = .reshape(%2, -1, 128)
+%4: bfloat16[1, 128] = compile_ext::block_scaled_mm_m1(%3, arg3, None, arg4, None, bfloat16, True)
+%5: bfloat16[1, 128] = .view(%4, 1, 128)
+return [%5]""")
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_dependence_counts_and_not_position(rewrite: Any, m: int) -> None:
+    """The compiler may put either of two independent calls first."""
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        a, b = self.one(x), self.two(x)
+        return self.three(a.relu() + b)
+
+    assert rewrite(Model(body), tokens(m)).of(PASS) == [FIRST, FIRST, FIRED]
+
+
+def test_a_dynamic_number_of_tokens(rewrite: Any) -> None:
+    model = Model(lambda self, x: self.two(self.one(x)))
+    got = rewrite(model, tokens(5), dynamic=True)
+    assert got.of(PASS) == [FIRST, FIRED]
+
+
+def test_not_behind_a_call_that_may_launch_nothing(rewrite: Any) -> None:
+    def body(self: Model, x: Tensor, chosen: Tensor) -> Tensor:
+        few = self.one(x[chosen])  # none, if no token is chosen
+        return self.two(x + few.sum(0))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = rewrite(Model(body), tokens(3), torch.tensor([True, False, True]))
+    assert got.of(PASS) == [FIRST, FIRST]
+
+
+def test_a_weight_that_the_graph_writes(rewrite: Any) -> None:
+    def body(self: Model, x: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad():
+            self.two.weight_scale.mul_(1.0)
+        return self.two(x)
+
+    got = rewrite(Model(body), tokens(1))
+    assert got.of(PASS) == [FIRST, (False, "the graph writes scale_b")]
+
+
+def test_a_weight_that_the_graph_computes(rewrite: Any) -> None:
+    """An adapter that is merged on each call: the kernel in front may still be writing the sum."""
+
+    def body(self: Model, x: Tensor, adapter: Tensor) -> Tensor:
+        x = self.one(x)
+        w, scale = quantize_fp8_blocks(self.two.weight.float() + adapter)
+        return block_scaled_mm(x, w, None, scale)
+
+    got = rewrite(Model(body), tokens(1), torch.randn(K, K))
+    assert got.of(PASS) == [FIRST, (False, "b is not an input of the graph")]
+    skipped = (False, "b is not an input of the graph")
+    assert got.of("specialize_m1")[1] == skipped
+
+
+def test_in_the_body_of_another_op(rewrite: Any) -> None:
+    """What runs before the body is not seen from inside."""
+
+    def body(self: Model, x: Tensor) -> Any:
+        inner = lambda y: self.three(self.two(y))  # noqa: E731
+        return checkpoint(inner, self.one(x), use_reentrant=False)
+
+    got = rewrite(Model(body), tokens(1))
+    assert sorted(got.of(PASS)) == [FIRST, FIRST, FIRED]
+
+
+def test_off(rewrite: Any) -> None:
+    options = {"compile_ext.disable": [PASS]}
+    model = Model(lambda self, x: self.two(self.one(x)))
+    got = rewrite(model, tokens(1), options=options)
+    assert got.of(PASS) == []
+    assert "True" not in got.graph
+
+
+def test_nothing_is_looked_at_without_pdl(rewrite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "has_pdl", lambda x: False)
+    got = rewrite(Model(lambda self, x: self.two(self.one(x))), tokens(1))
+    assert got.of(PASS) == []
+
+
+def test_a_call_that_says_so_itself(rewrite: Any) -> None:
+    op = torch.ops.compile_ext.block_scaled_mm
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        two = self.two
+        return op(self.one(x), two.weight, None, two.weight_scale, None, torch.bfloat16, True)
+
+    got = rewrite(Model(body), tokens(1))
+    assert got.of(PASS) == [FIRST, (False, "the call says so itself")]
