@@ -7,7 +7,7 @@ call inside a compiled graph (torch 2.13, CPU, body ``x.clone()``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
