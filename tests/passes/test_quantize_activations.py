@@ -302,8 +302,8 @@ def test_not_under_autocast(rewrite: Any, fp8_model: Any) -> None:
 def test_not_where_the_reference_is_pinned(rewrite: Any, fp8_model: Any, by: str) -> None:
     def body(model: Any, x: Tensor) -> Any:
         args = x.sin(), model.down.weight, None, model.down.weight_scale, None, torch.bfloat16
-        pinned = ["reference"] if by == "the call" else []
-        return torch.ops.compile_ext.block_scaled_mm(*args, *pinned)
+        pinned = "reference" if by == "the call" else None
+        return torch.ops.compile_ext.block_scaled_mm(*args, pinned=pinned)
 
     kernels = {} if by == "the call" else {"block_scaled_mm": "reference"}
     got = rewrite(fp8_model(body), tokens(64, K), options={"compile_ext.kernels": kernels})
