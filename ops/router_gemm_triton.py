@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compile_ext.ops.triton_support import device_of
+from compile_ext.ops.contract import m_of
+from compile_ext.ops.triton_support import device_of, has_bf16
 
 # A router has few columns: small tiles, so that 256 of them occupy 8 multiprocessors at one token.
 _BLOCK_M, _BLOCK_N, _BLOCK_K, _WARPS = 16, 32, 128, 4
@@ -50,7 +51,7 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     out = a.new_empty(*a.shape[:-1], n, dtype=torch.float32)
     if not out.numel():
         return out
-    rows = a.reshape(-1, k)
+    rows = a.reshape(m_of(a), k)  # not -1: k may be 0
     kernel: Any = _kernel
     grid = (triton.cdiv(rows.shape[0], _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)
     with device_of(a):
@@ -59,7 +60,7 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
             rows.shape[0], n, k,
             *rows.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
             HAS_BIAS=bias is not None,
-            HAS_BF16=a.is_cuda,  # Triton's interpreter multiplies its bytes
+            HAS_BF16=has_bf16(a),
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
             num_warps=_WARPS, num_stages=3,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import block_scaled_reference, checks
+from compile_ext.ops.contract import m_of
 from compile_ext.ops.errors import RankError
 
 
@@ -20,7 +21,7 @@ def router_gemm_ref(
     x, w, added = a.float(), b.float(), None if bias is None else bias.float()
     if product is None:
         return torch.nn.functional.linear(x, w, added)
-    out = product(x.reshape(-1, x.shape[-1]), w.t())
+    out = product(x.reshape(m_of(x), x.shape[-1]), w.t())
     return (out if added is None else out + added).view(*a.shape[:-1], w.shape[0])
 
 

@@ -62,6 +62,11 @@ def has_pdl(x: Tensor) -> bool:
     return _capability(x) >= PDL_CAPABILITY
 
 
+def has_bf16(x: Tensor) -> bool:
+    """Whether products take bfloat16: Triton's interpreter multiplies the bytes."""
+    return _capability(x) >= MIN_CAPABILITY
+
+
 def tile(m: int, x: Tensor) -> dict[str, int]:
     """Tile and warps of a GEMM of m tokens, such that no register spills where K is a multiple of
     128 and rows are aligned (`cuobjdump -res-usage`, Triton 3.6 and 3.7): products of warp groups

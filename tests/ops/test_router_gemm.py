@@ -60,6 +60,8 @@ def test_equals_the_formula_in_float32(lead, n, k, with_bias, assert_gemm_close)
     out = router_gemm(a, b, bias)
     assert out.dtype == torch.float32  # the bound then shows any rounding to bf16 on the way
     assert_gemm_close(out, oracle(a, b, bias), magnitude(a, b, bias), k)
+    by_row = OVERLOADS[router_gemm](a, b, bias, "batch_invariant")
+    assert_gemm_close(by_row, oracle(a, b, bias), magnitude(a, b, bias), k)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compile_ext.ops import define
+from compile_ext.tune import measure as measure_module
 from compile_ext.tune.choose import Timing
 from compile_ext.tune.measure import measure
 from compile_ext.tune.operands import OPERANDS, Weights
@@ -50,3 +51,23 @@ def test_operands(op: str, m: int, n: int, k: int) -> None:
         assert out.shape == (m, n)
         # Of K products of two normal numbers, scaled by 0.5 to 1.5 over sqrt(K).
         assert 0.4 < float(out.std()) < 2.0
+
+
+@pytest.mark.parametrize(("us", "rounds"), [(100.0, 40), (40_000.0, 20), (1e6, 5)])
+def test_slow_replays_get_fewer_rounds(
+    us: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest counts; one round before shows which that is."""
+    asked: list[int] = []
+
+    def in_turn(calls: Any, count: int, *, events: bool, before: Any) -> dict[str, list[float]]:
+        asked.append(count)
+        assert events
+        before()
+        return {"quick": [1.0] * count, "slow": [us] * count}
+
+    monkeypatch.setattr(measure_module, "in_turn", in_turn)
+    clock = object.__new__(measure_module.GraphClock)
+    clock._flush = torch.ones(1)  # 512 MB on a GPU
+    assert len(clock.times({})["slow"]) == rounds
+    assert asked == [1, rounds]
