@@ -241,16 +241,22 @@ class PassContext:
         **kwargs: Any,
     ) -> Node:
         """A new node in front of ``before``, with its fake result; ``like`` lends it its origin."""
+        node = self.insert_bare(before, target, args, kwargs, like or before)
+        self.update_fake(node)
+        return node
+
+    def insert_bare(
+        self, before: Node, target: Callable[..., Any] | str, args: Any, kwargs: Any, like: Node
+    ) -> Node:
+        """The same without a fake, for a caller that has one."""
         graph = before.graph
         with graph.inserting_before(before):
             if isinstance(target, str):
                 node = graph.call_method(target, args, kwargs)
             else:
                 node = graph.call_function(target, args, kwargs)
-        origin = (like or before).meta
         keep = ("nn_module_stack", "stack_trace", "source_fn_stack", STAND_BACK)
-        node.meta.update({k: origin[k] for k in keep if k in origin})
-        self.update_fake(node)
+        node.meta.update({k: like.meta[k] for k in keep if k in like.meta})
         return node
 
     def rewrite(self, call: OpCall, changes: dict[str, Any], op: OpOverload | None = None) -> None:

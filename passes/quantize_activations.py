@@ -112,7 +112,7 @@ class _Producers:
 
     def __init__(self, calls: list[OpCall], ctx: PassContext) -> None:
         self._ctx = ctx
-        self._nodes = {call.node for call in calls}
+        self._calls = {call.node: call for call in calls}
         self.origin = {call.node: before_reshapes(call.arguments["a"], ctx) for call in calls}
         self._exprs = NodeExpressions(ctx.scopes)
 
@@ -132,7 +132,14 @@ class _Producers:
         todo = [before_reshapes(a, self._ctx)]
         while todo:
             for user in todo.pop().users:
-                if user not in self._nodes and before_reshapes(user, self._ctx) is user:
+                if user in self._calls or self._is_placeholder(user):
+                    continue
+                if before_reshapes(user, self._ctx) is user:
                     return False
-                todo += [] if user in self._nodes else [user]
+                todo.append(user)
         return True
+
+    def _is_placeholder(self, node: Node) -> bool:
+        """A scale like ``y.new_ones(1)``, which goes when the calls get another."""
+        taken = [c.arguments["scale_a"] for c in map(self._calls.get, node.users) if c is not None]
+        return len(taken) == len(node.users) and all(x is node for x in taken)

@@ -218,14 +218,16 @@ def test_no_sharing_where_the_activation_is_written_in_between(
     assert got.graph.count("column_major(") == 2
 
 
-def test_a_placeholder_for_the_scale_goes(rewrite: Any, fp8_model: Any) -> None:
+@pytest.mark.parametrize("producer", ["pointwise", "a norm"])
+def test_a_placeholder_for_the_scale_goes(rewrite: Any, fp8_model: Any, producer: str) -> None:
     def body(model: Any, x: Tensor) -> Any:
-        down = model.down
-        return block_scaled_mm(x.sin(), down.weight, x.new_ones(1), down.weight_scale)
+        down, y = model.down, x.sin() if producer == "pointwise" else model.norm(x)
+        return block_scaled_mm(y, down.weight, y.new_ones(1), down.weight_scale)
 
     got = rewrite(fp8_model(body), tokens(5, K))
     assert got.of(PASS) == [FIRED]
     assert "new_ones" not in got.graph
+    assert (NORM in got.graph) is (producer == "a norm")
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "cond", "after a graph break"])
