@@ -11,6 +11,7 @@ replays in turn. Each call fetches its weight before its PDL wait.
 from __future__ import annotations
 
 import json
+import math
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated, Any
@@ -40,9 +41,16 @@ CUTS = (  # columns, warps, ahead, registers
 Job = tuple[int, int, int, Config]
 
 
-def configs(m: int) -> list[Config]:
+def configs(m: int, k: int) -> list[Config]:
+    """Each cut with rounds of one step, and of as many as are loaded ahead; once where none are."""
     tokens = (8,) if m <= 8 else (16,) if m <= 16 else (16, 32)
-    return [Config(c, t, w, a, r) for t in tokens for c, w, a, r in CUTS]
+    found = []
+    for t in tokens:
+        for columns, warps, ahead, registers in CUTS:
+            steps = math.ceil(math.ceil(k / 128) / warps)
+            laters = {1, ahead} if steps > ahead else {1}
+            found += [Config(columns, t, warps, ahead, x, registers) for x in sorted(laters)]
+    return found
 
 
 def compile_one(job: Job) -> str | None:
@@ -64,7 +72,7 @@ def measure(weights: Weights, m: int, clock: GraphClock) -> dict[str, Any]:
     a, b, scale_a, scale_b, *_ = layers[0]
     want = dequantize_fp8_groups(a, scale_a) @ dequantize_fp8_blocks(b, scale_b).t()
     replays = {}
-    for config in configs(m):
+    for config in configs(m, weights.k):
 
         def call(config: Config = config) -> list[Tensor]:
             return [run(*args, prefetch=True, config=config) for args in layers]
@@ -99,13 +107,13 @@ def main(
     ship: Annotated[bool, typer.Option("--ship", help="write what the kernel reads")] = False,
 ) -> None:
     shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS if m <= 16 or n <= FEW_COLUMNS]
-    jobs = [(*shape, config) for shape in shapes for config in configs(shape[0])]
+    jobs = [(*shape, config) for shape in shapes for config in configs(shape[0], shape[2])]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp.get_context("spawn")) as pool:
         for message in pool.map(compile_one, jobs):
             if message:
                 print(message)
     clock = GraphClock()
-    table = Table("N, K", "M", "floor", "columns, tokens, warps, ahead, registers", "us")
+    table = Table("N, K", "M", "floor", ", ".join(Config._fields), "us")
     rows = []
     for n, k in SHAPES:
         weights = OPERANDS["block_scaled_mm"].weights(n, k)

@@ -41,12 +41,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compile_ext.ops.quantize import AMAX_FLOOR, BLOCK, FP8_MAX, blocks_of
+from compile_ext.ops.quantize import BLOCK, blocks_of
 from compile_ext.ops.triton_support import device_of, has_pdl, readable
 
 MEASURED = Path(__file__).with_suffix(".json")
 _K_WIDTH = gl.constexpr(16)
-_FP8_MAX, _AMAX_FLOOR = gl.constexpr(FP8_MAX), gl.constexpr(AMAX_FLOOR)
 
 
 class Config(NamedTuple):
@@ -56,7 +55,8 @@ class Config(NamedTuple):
         columns: of the result, for one program: 16 or 32. Divides 128, the rows of a weight scale.
         tokens: of the result, for one program: 8, 16 or 32.
         warps: that divide K among them.
-        ahead: steps of ``128 * warps`` features that are loaded at once.
+        ahead: steps of ``128 * warps`` features whose weight is loaded at once, before the wait.
+        later: steps a round of the loop over what is left of K.
         registers: at most, for a thread; None for as many as it takes.
     """
 
@@ -64,6 +64,7 @@ class Config(NamedTuple):
     tokens: int
     warps: int
     ahead: int
+    later: int = 1
     registers: int | None = None
 
 
@@ -76,8 +77,8 @@ def configure(m: int, n: int, k: int) -> Config:
     if n <= 4096:
         return Config(16, tokens, 8, 7)
     if n <= 8192:
-        return Config(16, tokens, 4, 4, 128 if m <= 8 else None)
-    return Config(32, tokens, 2, 3)
+        return Config(16, tokens, 4, 4, registers=128 if m <= 8 else None)
+    return Config(32, tokens, 2, 2)
 
 
 @functools.cache
@@ -118,32 +119,14 @@ def _scale(x):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _quantize(x, USE_UE8M0: gl.constexpr):  # type: ignore[no-untyped-def]
-    """``quantize_fp8_groups`` of x ``[WARPS, 128, TOKENS]``, a column a group: e4m3 values, and the
-    scales ``[WARPS, TOKENS]``. A NaN spreads over its group; gl.max leaves it out."""
-    x = x.to(gl.float32)
-    is_nan = gl.max((x != x).to(gl.int32), 1) > 0
-    amax = gl.where(is_nan, float("nan"), gl.maximum(gl.max(gl.abs(x), 1), _AMAX_FLOOR))
-    scale = gl.div_rn(amax, gl.full_like(amax, _FP8_MAX))
-    if USE_UE8M0:
-        power = (scale.to(gl.uint32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        scale = gl.where(power < scale, power * 2, scale)
-    # div_rn: of `/` the last bit is free, and a value between two e4m3 numbers would fall to
-    # another one than the reference's.
-    x = gl.div_rn(x, gl.expand_dims(scale, 1) + gl.zeros_like(x))
-    clamped = gl.minimum(gl.maximum(x, -_FP8_MAX), _FP8_MAX)
-    return gl.where(x == x, clamped, x).to(gl.float8e4nv), scale
-
-
-@gluon.jit
 def _weights(  # type: ignore[no-untyped-def]
     at, n, k, step, N, K,
-    MASK_N: gl.constexpr, MASK_K: gl.constexpr, STEP: gl.constexpr, AHEAD: gl.constexpr,
+    MASK_N: gl.constexpr, MASK_K: gl.constexpr, STRIDE: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """The weight of AHEAD steps, ``[WARPS, COLUMNS, 128]`` each."""
+    """The weight of STEPS steps, ``[WARPS, COLUMNS, 128]`` each."""
     weights = ()
-    for i in gl.static_range(AHEAD):
-        past = (step + i) * STEP
+    for i in gl.static_range(STEPS):
+        past = (step + i) * STRIDE
         weights += (_load(at + past, n < N, k + past, K, MASK_N, MASK_K),)  # type: ignore[assignment]
     return weights
 
@@ -152,22 +135,18 @@ def _weights(  # type: ignore[no-untyped-def]
 def _products(  # type: ignore[no-untyped-def]
     weights, x_at, m, k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
     stride_scale_a_k, stride_scale_b_k,
-    QUANTIZES: gl.constexpr, MASK_M: gl.constexpr, MASK_K: gl.constexpr, AHEAD: gl.constexpr,
+    MASK_M: gl.constexpr, MASK_K: gl.constexpr, STEPS: gl.constexpr,
     COLUMNS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The products ``[WARPS, COLUMNS, TOKENS]`` of AHEAD steps, scaled and summed."""
+    """The products ``[WARPS, COLUMNS, TOKENS]`` of STEPS steps, scaled and summed."""
     zero = gl.full([WARPS, COLUMNS, TOKENS], 0.0, gl.float32, mma)
     total = zero
-    for i in gl.static_range(AHEAD):
+    for i in gl.static_range(STEPS):
         past = (step + i) * (WARPS * 128)
         x = _load(x_at + past, m < M, k + past, K, MASK_M, MASK_K)
         g = group + (step + i) * WARPS
-        if QUANTIZES:
-            x, scale = _quantize(x, scale_w_at.dtype.element_ty == gl.uint8)
-            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, mma)), 1)
-        else:
-            at = scale_x_at + g.to(gl.int64) * stride_scale_a_k
-            scale = _scale(_load(at, scale_m < M, g * 128, K, MASK_M, MASK_K))
+        at = scale_x_at + g.to(gl.int64) * stride_scale_a_k
+        scale = _scale(_load(at, scale_m < M, g * 128, K, MASK_M, MASK_K))
         at = scale_w_at + g * stride_scale_b_k
         scale *= _scale(_load(at, scale_m < M, g * 128, K, False, MASK_K))
         # e4m3 in float16 is exact, and so is each product of two in float32.
@@ -181,9 +160,10 @@ def _kernel(  # type: ignore[no-untyped-def]
     M, N, K,
     stride_a, stride_b, stride_scale_a_m, stride_scale_a_k, stride_scale_b_n, stride_scale_b_k,
     stride_bias,
-    QUANTIZES: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     MASK_M: gl.constexpr, MASK_N: gl.constexpr, MASK_K: gl.constexpr, LOOPS: gl.constexpr,
     COLUMNS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
+    ROUND: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     first_n, first_m = gl.program_id(0) * COLUMNS, gl.program_id(1) * TOKENS
@@ -212,15 +192,15 @@ def _kernel(  # type: ignore[no-untyped-def]
     acc = _products(
         weights, x_at, m, x_k, scale_x_at, scale_w_at, scale_m, group, 0, M, K,
         stride_scale_a_k, stride_scale_b_k,
-        QUANTIZES, MASK_M, MASK_K, AHEAD, COLUMNS, TOKENS, WARPS, mma,
+        MASK_M, MASK_K, AHEAD, COLUMNS, TOKENS, WARPS, mma,
     )  # fmt: skip
     if LOOPS:
-        for step in range(AHEAD, gl.cdiv(K, WARPS * 128), AHEAD):
-            weights = _weights(w_at, n, w_k, step, N, K, MASK_N, MASK_K, WARPS * 128, AHEAD)
+        for step in range(AHEAD, gl.cdiv(K, WARPS * 128), ROUND):
+            more = _weights(w_at, n, w_k, step, N, K, MASK_N, MASK_K, WARPS * 128, ROUND)
             acc += _products(
-                weights, x_at, m, x_k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
+                more, x_at, m, x_k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
                 stride_scale_a_k, stride_scale_b_k,
-                QUANTIZES, MASK_M, MASK_K, AHEAD, COLUMNS, TOKENS, WARPS, mma,
+                MASK_M, MASK_K, ROUND, COLUMNS, TOKENS, WARPS, mma,
             )  # fmt: skip
 
     result = gl.sum(acc, 0)
@@ -228,8 +208,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     n = first_n + gl.arange(0, COLUMNS, gl.SliceLayout(1, of_out))
     m = first_m + gl.arange(0, TOKENS, gl.SliceLayout(0, of_out))
     if HAS_BIAS:
-        more = gl.load(bias + n.to(gl.int64) * stride_bias, mask=n < N, other=0.0)
-        result += more.to(gl.float32)[:, None]
+        added = gl.load(bias + n.to(gl.int64) * stride_bias, mask=n < N, other=0.0)
+        result += added.to(gl.float32)[:, None]
     where = out + m[None, :].to(gl.int64) * N + n[:, None]
     gl.store(where, result.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
 
@@ -249,22 +229,23 @@ def run(
     out = a.new_empty(m, n, dtype=out_dtype)
     if not out.numel():
         return out
-    columns, tokens, warps, ahead, registers = config or configure(m, n, k)
+    assert scale_a is not None  # why_not wants an FP8 a, which has one
+    columns, tokens, warps, ahead, later, registers = config or configure(m, n, k)
     steps = triton.cdiv(blocks_of(k), warps)
-    ahead = triton.cdiv(steps, triton.cdiv(steps, ahead)) if steps else 1  # rounds of one length
-    quantizes = a.dtype == torch.bfloat16
-    scale = scale_b if quantizes or scale_a is None else scale_a  # not read where it quantizes
+    ahead = max(1, min(ahead, steps))
+    # Whole rounds of whole steps: nothing lies beyond K.
+    is_even = k > 0 and k % (warps * BLOCK) == 0 and (steps - ahead) % later == 0
     kernel: Any = _kernel
     with device_of(a):
         kernel[(triton.cdiv(n, columns), triton.cdiv(m, tokens))](
-            a, b, readable(scale), readable(scale_b), bias, out,
+            a, b, readable(scale_a), readable(scale_b), bias, out,
             m, n, k,
-            a.stride(0), b.stride(0), *scale.stride(), *scale_b.stride(),
+            a.stride(0), b.stride(0), *scale_a.stride(), *scale_b.stride(),
             0 if bias is None else bias.stride(0),
-            QUANTIZES=quantizes, HAS_BIAS=bias is not None, PDL=has_pdl(a),
+            HAS_BIAS=bias is not None, PDL=has_pdl(a),
             MASK_M=m % tokens != 0, MASK_N=n % columns != 0,
-            MASK_K=k == 0 or k % (warps * BLOCK * ahead) != 0, LOOPS=steps > ahead,
-            COLUMNS=columns, TOKENS=tokens, WARPS=warps, AHEAD=ahead,
+            MASK_K=not is_even, LOOPS=steps > ahead,
+            COLUMNS=columns, TOKENS=tokens, WARPS=warps, AHEAD=ahead, ROUND=later,
             num_warps=warps, maxnreg=registers, launch_pdl=prefetch and has_pdl(a),
         )  # fmt: skip
     return out

@@ -96,6 +96,8 @@ def _why_not_small_m(
     reason = triton_support.why_not(a) or triton_support.why_no_fp8(a)
     if reason is not None:
         return reason
+    if a.dtype != checks.FP8:
+        return "takes no bfloat16 activation: quantize_fp8_groups in the graph is fused"
     most = _MOST_TOKENS if checks.at_most(b.shape[0], _FEW_COLUMNS) else SMALL_M
     if not checks.at_most(a.shape[0], most):
         return f"takes up to {most} tokens for N={b.shape[0]}, M is {a.shape[0]}"

@@ -2,7 +2,7 @@
 
     D[g, m, :] = block_scaled_mm(A[g, m, :], B[g])    for m < masked_m[g]
 
-The layout of DeepGEMM's ``m_grouped_fp8_gemm_nt_masked``: decode in a CUDA graph, where no size may
+The layout of DeepGEMM's ``fp8_m_grouped_gemm_nt_masked``: decode in a CUDA graph, where no size may
 depend on how many tokens an expert gets.
 """
 

@@ -1,4 +1,4 @@
-"""``grouped_block_scaled_mm_masked`` through DeepGEMM's ``m_grouped_fp8_gemm_nt_masked`` on Hopper.
+"""``grouped_block_scaled_mm_masked`` through DeepGEMM's ``fp8_m_grouped_gemm_nt_masked`` on Hopper.
 
 DeepGEMM trusts masked_m: a negative one is a huge count, one above m_max writes into the next
 group. So it is given them clamped, which costs one small kernel. It stores whole tiles of 64 or 128
@@ -51,6 +51,6 @@ def run(
         weight = b, deep_gemm_operands.rows(scale_b)
         used = masked_m.clamp(0, m_max)
         deep_gemm_support.call(
-            "m_grouped_fp8_gemm_nt_masked", activation, weight, out, used, min(expected_m, m_max)
+            "fp8_m_grouped_gemm_nt_masked", activation, weight, out, used, min(expected_m, m_max)
         )
     return out

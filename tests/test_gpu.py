@@ -101,11 +101,13 @@ def test_block_scaled_mm(m: int, n: int, k: int) -> None:
         # Where ATen runs, PyTorch quantizes, on CUDA: it multiplies by 1 / 448, and of the values
         # half-way between two e4m3 numbers, about one in a hundred, some go the other way.
         assert (quantizes.double() - exact).norm() <= 1e-2 * exact.norm()
-    wanted = "triton_small_m" if m <= 16 else "triton"
+    wanted = "triton"
     if m and n % 16 == 0 and k % 16 == 0:
         wanted = "aten"
     if m and n % 64 == 0 and k % 128 == 0 and deep_gemm_support.why_not() is None:
         wanted = "deep_gemm"
+    if m <= (64 if n <= 1024 else 16) and k % 16 == 0:
+        wanted = "triton_small_m"
     arguments = (a, b, scale_a, scale_b, None, torch.bfloat16)
     assert kernel(OPS.block_scaled_mm.default, *arguments) == wanted
 
@@ -160,7 +162,8 @@ def test_backend_follows_weight_updates(mode: str) -> None:
                 bias.add_(update)
     report = compile_ext.explain(model)
     kernels = {r.module: r.site.kernel for r in report.rows if r.site}
-    assert kernels == {"up": "aten", "down": "aten", "gate": "aten"}
+    assert {"down": "aten", "gate": "aten"}.items() <= kernels.items()
+    assert kernels["up"] not in ("reference", "triton")  # which of the others, M says
 
 
 def test_strip_removes_a_kernel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from compile_ext.passes.norm_quantize.aten_rules import apply_rule
 from compile_ext.passes.norm_quantize.expression import Expr, Table
 from compile_ext.passes.norm_quantize.forms import Value
 from compile_ext.passes.purity import Recorder
+from compile_ext.passes.values import same_size
 
 aten = torch.ops.aten
 
@@ -59,9 +61,13 @@ class Trace(Recorder):
         return self._refs.get(id(x), Ref(-1)) if isinstance(x, Tensor) else x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _COMPOSITES:
+        if func in _FUSED:
             with self:
                 return _decomposed(func, *args, **(kwargs or {}))
+        # Called from a decomposition, an op like aten.to is not yet taken apart.
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         before = _mapped(self.ref, args), _mapped(self.ref, kwargs or {})
         out = super().__torch_dispatch__(func, types, args, kwargs)
         first = out[0] if isinstance(out, tuple) and out else out
@@ -70,7 +76,9 @@ class Trace(Recorder):
                 self._forget_views(first)
                 self.steps.append(Step(func, *before, self._add(first)))
             elif id(first) not in self._refs:
-                self.steps.append(Step(func, *before, self._add(first)))
+                is_view = func is aten.as_strided.default and _is_reshape(args[0], first)
+                op = aten.view.default if is_view else func
+                self.steps.append(Step(op, *before, self._add(first)))
         return out
 
     def done(self, result: Any) -> Trace:
@@ -97,7 +105,25 @@ def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 # F.rms_norm is one op where eager has a kernel for it (CUDA), else what it is made of.
-_COMPOSITES = {aten._fused_rms_norm.default}
+_FUSED = {aten._fused_rms_norm.default}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    if func.namespace != "aten":  # of prim::device the dispatcher knows nothing
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+
+
+def _is_reshape(x: Tensor, out: Tensor) -> bool:
+    """Whether ``out``, an as_strided of x, has the elements of x in their order."""
+    # Loads torch._refs, 0.1 s: not at import time. It adds no guard.
+    from torch._prims_common import is_contiguous_or_false
+
+    is_plain = is_contiguous_or_false(x) and is_contiguous_or_false(out)
+    is_whole = same_size(x.storage_offset(), out.storage_offset())
+    return is_plain and is_whole and same_size(x.numel(), out.numel())
 
 
 def _decomposed(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,9 @@ def tokens(m: int) -> Tensor:
 def test_a_chain(rewrite: Any) -> None:
     got = rewrite(Model(lambda self, x: self.two(self.one(x))), tokens(1))
     assert got.of(PASS) == [FIRST, FIRED]
-    assert_expected_inline(got.graph, """\
+    assert_expected_inline(
+        got.graph,
+        """\
 arg0: bfloat16[1, 128]
 arg1: float8_e4m3fn[128, 128]
 arg2: float32[1, 1]
@@ -56,7 +58,8 @@ arg4: float32[1, 1]
 %3: bfloat16[1, 128] = .reshape(%2, -1, 128)
 %4: bfloat16[1, 128] = compile_ext::block_scaled_mm_m1(%3, arg3, None, arg4, None, bfloat16, True)
 %5: bfloat16[1, 128] = .view(%4, 1, 128)
-return [%5]""")
+return [%5]""",
+    )
 
 
 @pytest.mark.parametrize("m", [1, 3])

@@ -80,7 +80,7 @@ arg2: float32[1, 2]
 %13: float32[5, 2, 128] = aten::div(%7, %12)
 %14: float32[5, 2, 128] = aten::clamp(%13, -448.0, 448.0)
 %15: float8_e4m3fn[5, 2, 128] = aten::_to_copy(%14, dtype=float8_e4m3fn)
-%16: float8_e4m3fn[5, 256] = aten::view(%15, [5, 256])
+%16: float8_e4m3fn[5, 256] = aten::as_strided(%15, [5, 256], [256, 1])
 %17: float32[5, 2] = compile_ext::column_major(%11)
 %18: bfloat16[5, 64] = compile_ext::block_scaled_mm(%16, arg1, %17, arg2, None, bfloat16)
 %19: bfloat16[5, 64] = .view(%18, 5, 64)
@@ -125,7 +125,7 @@ arg9: float32[4, 2] = fit(strides % 4)
 %20: float32[s0, 2, 128] = aten::div(%14, %19)
 %21: float32[s0, 2, 128] = aten::clamp(%20, -448.0, 448.0)
 %22: float8_e4m3fn[s0, 2, 128] = aten::_to_copy(%21, dtype=float8_e4m3fn)
-%23: float8_e4m3fn[s0, 256] = aten::view(%22, [%13, 256])
+%23: float8_e4m3fn[s0, 256] = aten::as_strided(%22, [%13, 256], [256, 1])
 %24: float32[s0, 2] = compile_ext::column_major(%18)
 %25: bfloat16[s0, 64] = compile_ext::block_scaled_mm(%23, arg7, %24, arg8, None, bfloat16)
 %26: bfloat16[s0, 64] = .view(%25, arg2, 64)
@@ -175,11 +175,6 @@ def test_a_norm_of_partial_groups(rewrite: Any, fp8_model: Any, m: str) -> None:
     got = rewrite(fp8_model(lambda model, x: model.down(model.norm(x)), k=208), x)
     assert got.of(PASS) == [FIRED]
     assert NORM in got.graph
-
-
-def test_few_tokens_of_partial_groups(rewrite: Any, fp8_model: Any) -> None:
-    ((fired, _),) = rewrite(fp8_model(gated, k=208), tokens(5, 416)).of(PASS)
-    assert not fired
 
 
 def test_an_unaligned_k_is_padded_behind_it(rewrite: Any, fp8_model: Any) -> None:

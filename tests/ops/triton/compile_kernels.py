@@ -107,7 +107,7 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         for kernel in ("block_scaled_mm_small_m", "block_scaled_mm_triton"):
             if m <= 16 or kernel == "block_scaled_mm_triton":
                 yield kernel, f"m={m} fp8", (fp8, b, scale, scale_b, None, BF16)
-                yield kernel, f"m={m} bf16", (fp8.to(BF16), b, None, scale_b, None, BF16)
+        yield "block_scaled_mm_triton", f"m={m} bf16", (fp8.to(BF16), b, None, scale_b, None, BF16)
         if m <= 16:
             yield "block_scaled_mm_small_m", f"m={m} ue8m0", (fp8, b, *powers, None, BF16)
         yield "block_scaled_mm_triton", f"m={m} fp8 ue8m0", (fp8, b, *powers, None, BF16)

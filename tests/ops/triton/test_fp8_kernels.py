@@ -17,7 +17,7 @@ from compile_ext.ops.quantize import (
 )
 
 FP8 = torch.float8_e4m3fn
-# Gluon has no interpreter: the kernel for few tokens runs on a GPU alone.
+# Gluon has no interpreter: the kernel for few tokens, which takes FP8 alone, runs on a GPU.
 ON_GPU = ["block_scaled_mm_small_m"] if torch.cuda.is_available() else []
 BLOCK_KERNELS = ["block_scaled_mm_triton", *ON_GPU]
 # m, n, k: whole blocks; partial ones in n, in k, in both; more groups than are loaded ahead
@@ -98,7 +98,7 @@ def test_block_scaled_mm_of_many_tokens(shape: Any, device: str) -> None:
     assert_close(got, *product(x, w, None), k)
 
 
-@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("kernel", ["block_scaled_mm_triton"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_quantizes_as_the_reference_does(kernel: str, shape: Any, device: str) -> None:
     m, n, k = shape
@@ -123,8 +123,10 @@ def test_output_dtypes(kernel: str, dtype: torch.dtype, device: str) -> None:
     assert_close(got, *product(x, w, None), 256)
 
 
-@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
-@pytest.mark.parametrize("quantizes", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "quantizes"),
+    [("block_scaled_mm_triton", True), *((kernel, False) for kernel in BLOCK_KERNELS)],
+)
 def test_every_value(kernel: str, quantizes: bool, device: str) -> None:
     """All 256 bytes as weights, NaN and subnormals among them, against one token."""
     b = torch.arange(256, dtype=torch.uint8).view(FP8)[:, None].repeat(1, 16).to(device)
@@ -137,7 +139,7 @@ def test_every_value(kernel: str, quantizes: bool, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kernel", BLOCK_KERNELS)
+@pytest.mark.parametrize("kernel", ["block_scaled_mm_triton"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row(kernel: str, bad: float, device: str) -> None:
     x = torch.randn(4, 300, device=device).bfloat16()
