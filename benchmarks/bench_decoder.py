@@ -87,7 +87,7 @@ def main(json_path: JsonPath = None) -> None:
     for name, row in rows.items():
         table.add_row(name, f"{row['error']:.3f}", *(figures(row) if DEVICE == "cuda" else ()))
     Console(width=150).print(table)
-    write(json_path, "python benchmarks/bench_decoder.py", rows=rows)
+    write(json_path, rows=rows)
 
 
 def figures(row: dict[str, Any]) -> list[str]:

@@ -155,7 +155,7 @@ def main(json_path: JsonPath = None) -> None:
             counts = [f"{found[k]:.2f}" for k in ("launches_a_site", "allocations_a_site")]
             table.add_row(kind, way, *figures, *counts)
     console.print(table)
-    write(json_path, "python benchmarks/bench_fills.py", rows=rows)
+    write(json_path, rows=rows)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def main(
     for n, k in track(SHAPES[:shapes], description="shapes"):
         weights = OPERANDS["block_scaled_mm"].weights(n, k)
         rows += [measure(weights, int(m), clock) for m in tokens.split(",")]
-        write(json_path, "python benchmarks/bench_fp8_gemm.py", rows=rows)
+        write(json_path, rows=rows)
     Console(width=200).print(table(rows))
 
 

@@ -82,7 +82,7 @@ def main(json_path: JsonPath = None) -> None:
         quartiles = f"{row['quartile_low_ns']:.0f} .. {row['quartile_high_ns']:.0f}"
         table.add_row(name, f"{row['ns']:.0f}", quartiles)
     Console().print(table)
-    write(json_path, "python benchmarks/bench_overhead.py", rows=rows)
+    write(json_path, rows=rows)
 
 
 if __name__ == "__main__":

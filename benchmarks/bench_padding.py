@@ -163,7 +163,7 @@ def main(
     console.print(table)
     if held:
         console.print(f"memory while folding 8 layers, bytes above the start: {held}")
-    write(json_path, "python benchmarks/bench_padding.py", rows=rows, memory=held)
+    write(json_path, rows=rows, memory=held)
 
 
 def cells(columns: dict[str, Any]) -> list[str]:

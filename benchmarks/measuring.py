@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +22,13 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="write the results
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def write(json_path: Path | None, command: str, **rows: Any) -> None:
+def write(json_path: Path | None, **rows: Any) -> None:
     """Write the results, and what they were measured on, if there is a path."""
     if json_path:
-        json_path.write_text(json.dumps({**about(command), **rows}, indent=1) + "\n")
+        json_path.write_text(json.dumps({**about(), **rows}, indent=1) + "\n")
 
 
-def about(command: str) -> dict[str, str | None]:
+def about() -> dict[str, str | None]:
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -34,7 +36,7 @@ def about(command: str) -> dict[str, str | None]:
         "cpu": _cpu(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
         "cuda": torch.version.cuda,
-        "command": command,
+        "command": shlex.join(["python", *sys.argv]),
         "compile_ext": compile_ext.__version__,
     }
 

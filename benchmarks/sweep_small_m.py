@@ -27,12 +27,12 @@ from torch import Tensor
 
 from compile_ext.ops import dequantize_fp8_blocks, dequantize_fp8_groups
 from compile_ext.ops.block_scaled_mm_small_m import MEASURED, Config, run
+from compile_ext.ops.block_scaled_mm_spec import FEW_COLUMNS, MOST_TOKENS
 from compile_ext.tune.measure import RELATIVE_ERROR, GraphClock, relative_error
 from compile_ext.tune.operands import OPERANDS, SHAPES, Weights
 from compile_ext.tune.timing import summary
 
 TOKENS = (1, 8, 16, 32, 64)
-FEW_COLUMNS = 1024  # more than 16 tokens only here
 CUTS = (  # columns, warps, ahead, registers
     (16, 8, 7, None), (16, 8, 4, 128), (16, 8, 3, None), (16, 4, 7, None), (16, 4, 4, 128),
     (16, 4, 3, None), (16, 2, 6, None), (32, 8, 3, None), (32, 8, 2, None), (32, 4, 3, None),
@@ -90,14 +90,14 @@ def measure(weights: Weights, m: int, clock: GraphClock) -> dict[str, Any]:
 
 
 def shipped(rows: list[dict[str, Any]]) -> str:
-    """The rows that ``configure`` reads: up to 8 tokens are a range of their own."""
+    """The rows that ``configure`` reads: a range ends at each measured M."""
     lines = []
     for row in rows:
         best = row["configs"][0]
         kept = {"n": row["n"], "k": row["k"], "last_m": row["m"]}
         lines.append(json.dumps({**kept, "config": [best[x] for x in Config._fields]}))
     text = ",\n  ".join(lines)
-    head = json.dumps(about("python benchmarks/sweep_small_m.py --ship"), indent=1)
+    head = json.dumps(about(), indent=1)
     return head.removesuffix("\n}") + f',\n "rows": [\n  {text}\n ]\n}}\n'
 
 
@@ -106,7 +106,7 @@ def main(
     json_path: JsonPath = None,
     ship: Annotated[bool, typer.Option("--ship", help="write what the kernel reads")] = False,
 ) -> None:
-    shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS if m <= 16 or n <= FEW_COLUMNS]
+    shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS if m <= MOST_TOKENS or n <= FEW_COLUMNS]
     jobs = [(*shape, config) for shape in shapes for config in configs(shape[0], shape[2])]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp.get_context("spawn")) as pool:
         for message in pool.map(compile_one, jobs):
@@ -126,7 +126,7 @@ def main(
     Console(width=100).print(table)
     if ship:
         MEASURED.write_text(shipped(rows), encoding="utf-8")
-    write(json_path, "python benchmarks/sweep_small_m.py", rows=rows)
+    write(json_path, rows=rows)
 
 
 if __name__ == "__main__":

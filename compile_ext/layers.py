@@ -19,14 +19,14 @@ from compile_ext.ops.checks import FP8, dtype_in, rank_is
 
 
 class BlockFp8Linear(nn.Module):
-    """A linear layer with one weight scale for each 128x128 block; the op quantizes the activation
-    itself, or compiled, what computes it (``quantize_activations``).
+    """A linear layer with one weight scale for each 128x128 block. The op quantizes the activation;
+    compiled, ``quantize_activations`` puts that into the graph, where it fuses.
 
     Args:
         weight: ``[n, k]`` bfloat16, float16 or float32; any sizes, the last blocks may be partial.
         bias: ``[n]`` or None.
-        use_ue8m0: whether scales are powers of two. Then the activation is quantized in the graph;
-            without, the op quantizes it itself.
+        use_ue8m0: whether scales are powers of two, those of the activation too. Then ``forward``
+            quantizes it: the op would go by the dtype of scale_b, which is float32 here.
 
     Parameters: ``weight [n, k]`` float8_e4m3fn and ``weight_scale [ceil(n/128), ceil(k/128)]``
     float32.

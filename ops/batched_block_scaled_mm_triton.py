@@ -19,7 +19,7 @@ from compile_ext.ops.triton_support import device_of, has_fp8, readable, tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _batched_kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, used, out,
     M, N, K,
     stride_a_g, stride_a_m, stride_b_g, stride_b_n,
@@ -93,7 +93,7 @@ def _launch(
         return
     shape = tile(tile_m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]), groups)
-    kernel: Any = _kernel
+    kernel: Any = _batched_kernel
     with device_of(a):
         kernel[grid](
             readable(a), readable(b), readable(scale_a), readable(scale_b), used, out,

@@ -1,7 +1,7 @@
 """``block_scaled_mm`` for exactly one token, the shape of decode.
 
-A separate op, so that the choice shows in the graph: with ``prefetch`` its kernel fetches the first
-tiles of the weight before the PDL wait, which is worth most where a layer has one token.
+The kernels of block_scaled_mm, which have configurations of their own for one token. A separate op,
+so that the choice shows in the graph.
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ from compile_ext.ops.define import Kernel, never
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import BLOCK, dequantize_fp8_groups, quantize_fp8_groups
 
-SMALL_M = 16  # tokens up to which a GEMM takes as long as its weight
-# Few columns leave most multiprocessors idle, and a library's kernel with them.
-_FEW_COLUMNS, _MOST_TOKENS = 1024, 64
+MOST_TOKENS = 16  # of block_scaled_mm_small_m.py, where it is bound by the bytes of the weight
+# Few columns leave most multiprocessors idle, and a library's kernel with them: N = 576, M = 64
+# takes 8.2 us, DeepGEMM 9.6 (H200).
+FEW_COLUMNS, MOST_TOKENS_OF_FEW_COLUMNS = 1024, 64
 
 
 def block_scaled_mm_ref(
@@ -37,7 +38,7 @@ def block_scaled_mm_ref(
     """The specification: dequantize, multiply and add in float32, round once at the end."""
     if a.dtype == torch.bfloat16:  # the kernel quantizes its own input; scale_a is not read
         a, scale_a = quantize_fp8_groups(a, use_ue8m0=scale_b.dtype == ue8m0.E8M0)
-    assert scale_a is not None  # _check refuses an FP8 a without it
+    assert scale_a is not None  # check refuses an FP8 a without it
     x = dequantize_fp8_groups(a, scale_a)
     out = block_scaled_reference.times_blocks(x, b, scale_b, product)
     return (out if bias is None else out + bias.float()).to(out_dtype)
@@ -97,16 +98,17 @@ def _why_not_small_m(
     if reason is not None:
         return reason
     if a.dtype != checks.FP8:
-        return "takes no bfloat16 activation: quantize_fp8_groups in the graph is fused"
-    most = _MOST_TOKENS if checks.at_most(b.shape[0], _FEW_COLUMNS) else SMALL_M
+        return checks.WANTS_FP8
+    are_few = checks.at_most(b.shape[0], FEW_COLUMNS)
+    most = MOST_TOKENS_OF_FEW_COLUMNS if are_few else MOST_TOKENS
     if not checks.at_most(a.shape[0], most):
         return f"takes up to {most} tokens for N={b.shape[0]}, M is {a.shape[0]}"
     return tma_rows.why_not(a=a, b=b)
 
 
 KERNELS = (
-    # H200, us a call with the weight in HBM (docs/benchmarks.md): few tokens 1.1 to 3 times as fast
-    # as DeepGEMM; what a table has not measured runs in this order.
+    # H200, times as fast as DeepGEMM (docs/benchmarks.md): 1.1 to 3.4 at one token, 0.8 to 2.2 at
+    # 16. What no table has measured runs in this order.
     Kernel(
         "triton_small_m",
         _why_not_small_m,

@@ -17,7 +17,7 @@ _TILE_ROWS = 8  # whose tiles run together, and share b in the L2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _block_scaled_kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
     M, N, K,
     stride_a, stride_b, stride_scale_a_m, stride_scale_a_k, stride_scale_b_n, stride_scale_b_k,
@@ -62,7 +62,7 @@ def run(
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]),)
     quantizes = a.dtype == torch.bfloat16
     scale = scale_b if quantizes or scale_a is None else scale_a  # not read where it quantizes
-    kernel: Any = _kernel
+    kernel: Any = _block_scaled_kernel
     with device_of(a):
         kernel[grid](
             readable(a), readable(b), readable(scale), readable(scale_b), bias, out,

@@ -12,6 +12,8 @@ from compile_ext.ops.errors import DeviceError, DtypeError, LayoutError, RankErr
 
 Size = int | torch.SymInt
 FP8 = torch.float8_e4m3fn
+# Why a kernel for FP8 activations does not run.
+WANTS_FP8 = "takes float8_e4m3fn, a is bfloat16: quantize it with quantize_fp8_groups"
 
 
 def same(x: Size, y: Size) -> bool:

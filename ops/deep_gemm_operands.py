@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import deep_gemm_support, device, tma_rows, ue8m0
-from compile_ext.ops.checks import FP8, is_zero, same
+from compile_ext.ops.checks import FP8, WANTS_FP8, is_zero, same
 
 CAPABILITY = (9, 0)
 N_MULTIPLE, K_MULTIPLE = 64, 128
@@ -24,7 +24,7 @@ def why_not(
     if reason:
         return reason
     if a.dtype != FP8:
-        return "takes no bfloat16 activation: quantize_fp8_groups in the graph is fused"
+        return WANTS_FP8
     n, k = b.shape[-2:]
     if n % N_MULTIPLE or k % K_MULTIPLE or not k:
         wanted = f"N in multiples of {N_MULTIPLE} and K in multiples of {K_MULTIPLE}"

@@ -35,7 +35,7 @@ class Kernel:
     """One implementation of an op.
 
     Args:
-        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``cute``, ``deep_gemm``,
+        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``deep_gemm``,
             ``batch_invariant``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already
@@ -81,6 +81,12 @@ class OpDefinition:
         """Of the op, without the namespace."""
         return str(self.overload._schema.name).removeprefix(f"{NAMESPACE}::")
 
+    @functools.cached_property
+    def family(self) -> str:
+        """The name under which the op is measured and pinned: of an M == 1 variant, the op's that
+        it is one of."""
+        return self.name.removesuffix("_m1")
+
     def kernel_for(self, *args: Any, pinned: str | None = None) -> tuple[Kernel, dict[str, str]]:
         """The kernel that runs these arguments, and why each one before it does not: the ``pinned``
         one, or that of a measured table, or the first of the tuple that can.
@@ -124,7 +130,7 @@ class OpDefinition:
         n, k = shape[-2], shape[-1]
         if type(n) is not int or type(k) is not int:
             n, k = checks.known(n), checks.known(k)
-        return by_shape.get((self.name, n, k))
+        return by_shape.get((self.family, n, k))
 
     def _measured(self, args: tuple[Any, ...]) -> str | None:
         """The name that the tables have for this call; None where M is known only at run time."""
@@ -211,10 +217,10 @@ def define_op(
     if not any(k.name == "reference" and k.why_not is never for k in kernels):
         raise AssertionError(f"a kernel of {schema} must be the reference, which always runs")
     name = schema.split("(", 1)[0]
-    # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
     prefetches = any(k.prefetches for k in kernels)
     more = f", bool {PREFETCH}=False" * prefetches + f", str? {PINNED}=None"
     pinnable = schema.replace(") ->", f"{more}) ->", 1)
+    # compliant: fake, functional, no aliasing; torch.library.custom_op sets the same tag.
     _LIBRARY.define(pinnable, tags=(torch.Tag.pt2_compliant_tag,))
     overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     definition = OpDefinition(overload, kernels, contract.gemm)

@@ -17,7 +17,7 @@ _ROWS = 128  # of one group; a tile's rows divide it
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _grouped_kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, m_indices, out,
     M, N, K, G,
     stride_a, stride_b_g, stride_b_n, stride_scale_a_m, stride_scale_a_k,
@@ -62,7 +62,7 @@ def run(
         return out
     shape = tile(tile_m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]),)
-    kernel: Any = _kernel
+    kernel: Any = _grouped_kernel
     with device_of(a):
         kernel[grid](
             readable(a), readable(b), readable(scale_a), readable(scale_b),

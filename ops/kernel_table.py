@@ -75,6 +75,20 @@ def read(path: Path) -> Table:
         raise TableError(str(path), found, "a kernel table", _FIX) from error
 
 
+def require_writable(path: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        TableError: it takes no file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def write(path: Path, table: Table) -> None:
     """Replace the file in one step: whoever reads it meanwhile sees the old table or the new one.
 
@@ -98,8 +112,12 @@ def write(path: Path, table: Table) -> None:
             os.unlink(file.name)
             raise
     except OSError as error:
-        fix = "make it writable, or set XDG_CACHE_HOME to another folder"
-        raise TableError(str(path), f"{error}", "a file that can be written", fix) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> TableError:
+    fix = "make it writable, or set XDG_CACHE_HOME to another folder"
+    return TableError(str(path), f"{error}", "a file that can be written", fix)
 
 
 def _table(content: Any) -> Table:

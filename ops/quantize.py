@@ -72,7 +72,8 @@ def quantize_groups(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
     else:
         # as_strided and not flatten: Inductor stores in groups what it is asked for in groups, and
         # then one kernel computes scale and q. Asked for q in rows, it takes a second one.
-        q = _to_fp8(grouped / scale.unsqueeze(-1)).contiguous().as_strided(x.shape, (k, 1))
+        q = _to_fp8(grouped / scale.unsqueeze(-1)).contiguous()
+        q = q.as_strided((q.shape[0], k), (k, 1))
     return q.contiguous(), scale
 
 

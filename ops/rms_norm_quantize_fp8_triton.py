@@ -24,7 +24,7 @@ _ELEMENTS_OF_A_WARP = 1024  # 32 a thread, in float32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _rms_norm_quantize_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, q, scale, total,
     K, eps,
     stride_x_m, stride_x_k, stride_residual_m, stride_residual_k, stride_weight, stride_scale_k,
@@ -102,7 +102,7 @@ def _launch(
         return
     groups = triton.next_power_of_2(blocks_of(k))
     warps = min(16, max(4, triton.next_power_of_2(groups * 128 // _ELEMENTS_OF_A_WARP)))
-    kernel: Any = _kernel
+    kernel: Any = _rms_norm_quantize_kernel
     with device_of(x):
         kernel[(m,)](
             x, residual, weight, readable(q), scale, total,

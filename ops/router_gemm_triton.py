@@ -20,7 +20,7 @@ _BLOCK_M, _BLOCK_N, _BLOCK_K, _WARPS = 16, 32, 128, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _router_kernel(  # type: ignore[no-untyped-def]
     a, b, bias, out,
     M, N, K,
     stride_a_m, stride_a_k, stride_b_n, stride_b_k, stride_bias,
@@ -52,7 +52,7 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if not out.numel():
         return out
     rows = a.reshape(m_of(a), k)  # not -1: k may be 0
-    kernel: Any = _kernel
+    kernel: Any = _router_kernel
     grid = (triton.cdiv(rows.shape[0], _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)
     with device_of(a):
         kernel[grid](

@@ -22,7 +22,7 @@ _TILE_ROWS = 8  # whose tiles run together, and share b in the L2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _scaled_kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
     M, N, K,
     stride_a, stride_b, stride_scale_a, stride_scale_b, stride_bias,
@@ -76,7 +76,7 @@ def run(
         return out
     shape = tile(tile_m or m, a)
     grid = (triton.cdiv(m, shape["BLOCK_M"]) * triton.cdiv(n, shape["BLOCK_N"]),)
-    kernel: Any = _kernel
+    kernel: Any = _scaled_kernel
     with device_of(a):
         kernel[grid](
             readable(a), readable(b), scale_a, scale_b, bias, out,

@@ -22,11 +22,13 @@ def pin_kernels(graph: Graph, ctx: PassContext) -> None:
     for node in list(graph.nodes) if ctx.kernels else ():
         call = read_call(node)
         definition = definition_of(call.op) if call is not None else None
-        if call is None or definition is None or definition.name not in ctx.kernels:
+        kernel = None
+        if definition is not None:
+            kernel = ctx.kernels.get(definition.name) or ctx.kernels.get(definition.family)
+        if call is None or kernel is None:
             if ctx.batch_invariant and call is not None and call.contract.gemm is not None:
                 ctx.skipped(node, "compile_ext.batch_invariant does not reach this op")
             continue
-        kernel = ctx.kernels[definition.name]
         named = call.arguments[PINNED]
         reason = ctx.stand_back(node) or (f"the call names {named}" if named else None)
         if reason:

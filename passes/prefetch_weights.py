@@ -47,7 +47,7 @@ def prefetch_weights(graph: Graph, ctx: PassContext) -> None:
             ctx.skipped(node, reason)
             continue
         ctx.rewrite(call, {PREFETCH: True})
-        ctx.fired(node, "its kernel may fetch the weight before its PDL wait")
+        ctx.fired(node, "a kernel that can fetches the weight before its PDL wait")
 
 
 def _can_prefetch(call: OpCall) -> bool:

@@ -11,7 +11,8 @@ bit for bit. GEMMs share one where nothing in the graph writes x.
 Also where another kernel computes x, and the quantization becomes one of its own, of about 2 us:
 inside, each program quantizes all of its rows again. M = 1, N = 576, K = 7168: 3 us in FP8, 42 us
 in bfloat16 (H200, DeepGEMM takes none). So `block_scaled_mm_small_m.py` takes FP8 alone as well.
-Bails: an empty activation, or one whose K is symbolic.
+Bails: an empty activation, or one whose K is symbolic; the reference is pinned; autocast, a
+gradient, a transform.
 Looks at nothing where the op would run its reference, which is exact and slow either way.
 """
 
@@ -25,6 +26,7 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops import column_major
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
+from compile_ext.ops.block_scaled_mm_m1 import OP as BLOCK_SCALED_MM_M1
 from compile_ext.ops.checks import is_zero
 from compile_ext.ops.define import PINNED, definition_of
 from compile_ext.ops.quantize import quantize_groups
@@ -63,8 +65,8 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
         shared = None if ctx.is_written(a) else done.get(key)
         q, scale = done[key] = shared or inliners[key[1]].insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
-        alone = "its activation is quantized"
-        ctx.fired(node, "it shares the quantization of its activation" if shared else alone)
+        what = "it shares the quantization of its activation"
+        ctx.fired(node, what if shared else "its activation is quantized")
 
 
 def _quantize(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
@@ -75,13 +77,13 @@ def _quantize(x: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
 def _read(node: Node, ctx: PassContext) -> OpCall | None:
     """A call whose kernel would quantize the activation."""
     call = read_call(node)
-    if call is None or call.op is not BLOCK_SCALED_MM:
+    if call is None or call.op not in (BLOCK_SCALED_MM, BLOCK_SCALED_MM_M1):
         return None
     definition, a = definition_of(call.op), tensor(call.arguments["a"])
     assert definition is not None
     if a is None or a.dtype != torch.bfloat16:
         return None
-    pinned = call.arguments[PINNED] or ctx.kernels.get(definition.name)
+    pinned = call.arguments[PINNED] or ctx.kernels.get(definition.family)
     args = definition.own_arguments(fakes(call.arguments))
     is_reference = definition.kernel_for(*args)[0].name == "reference"
     return None if is_reference or pinned == "reference" else call

@@ -4,10 +4,10 @@
 
 Dynamo compiles M == 1 into a graph of its own (0/1 specialisation), so this costs no guard and no
 recompile.
-Legal: the contract names a variant, and no node of the graph writes the weight: the variant may
-read weights before the PDL wait, which is unsound behind a kernel that has just written them.
-(router_gemm_m1 runs router_gemm's kernels so far; the op marks the place.)
-Bails: M is not 1 or not static; the weight has a writer in the graph; compile_ext.batch_invariant.
+Legal: the contract names a variant. One of other packages may read ``prewait_reads`` before its PDL
+wait, so these are inputs of the graph that it does not write. (Ours do where ``prefetch_weights``
+says so. router_gemm_m1 runs router_gemm's kernels so far.)
+Bails: M is not 1 or not static; the graph writes the weight, or it is no input of the graph.
 """
 
 from __future__ import annotations

@@ -71,21 +71,23 @@ def test_table() -> None:
         text,
         """\
 9 candidates in 1 graph (* fired, - left alone)
-+-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+
-| module          | op              | M |  N |  K | kernel    | decisions                                                                  |
-+-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+
-| layers.0-2.down | scaled_mm       | 1 | 64 | 64 | reference | * fold_weight_padding: N 50 -> 64: b, scale_b padded                       |
-|                 |                 |   |    |    |           |   weight: re-homed: the parameter lives in it                              |
-|                 |                 |   |    |    |           | - kernel aten, triton: runs on CUDA, the tensors are on cpu                |
-+-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+
-| layers.0-2.gate | router_gemm_m1  | 1 |  8 | 64 | reference | * lower_router_linear: logits stay in float32                              |
-|                 |                 |   |    |    |           | * specialize_m1: M == 1: compile_ext::router_gemm_m1                       |
-|                 |                 |   |    |    |           | - kernel aten: torch.mm(out_dtype=) runs on CUDA, the tensors are on cpu   |
-+-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+
-| layers.0-2.up   | block_scaled_mm | 1 | 64 | 64 | reference | - fold_weight_padding: N=64, K=64 need no padding                          |
-|                 |                 |   |    |    |           | - kernel deep_gemm, aten, triton_small_m, triton: runs on CUDA, the        |
-|                 |                 |   |    |    |           | tensors are on cpu                                                         |
-+-----------------+-----------------+---+----+----+-----------+----------------------------------------------------------------------------+""",
++-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+
+| module          | op                 | M |  N |  K | kernel    | decisions                                                               |
++-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+
+| layers.0-2.down | scaled_mm          | 1 | 64 | 64 | reference | * fold_weight_padding: N 50 -> 64: b, scale_b padded                    |
+|                 |                    |   |    |    |           |   weight: re-homed: the parameter lives in it                           |
+|                 |                    |   |    |    |           | - kernel aten, triton: runs on CUDA, the tensors are on cpu             |
++-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+
+| layers.0-2.gate | router_gemm_m1     | 1 |  8 | 64 | reference | * lower_router_linear: logits stay in float32                           |
+|                 |                    |   |    |    |           | * specialize_m1: M == 1: compile_ext::router_gemm_m1                    |
+|                 |                    |   |    |    |           | - kernel aten: torch.mm(out_dtype=) runs on CUDA, the tensors are on    |
+|                 |                    |   |    |    |           | cpu                                                                     |
++-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+
+| layers.0-2.up   | block_scaled_mm_m1 | 1 | 64 | 64 | reference | - fold_weight_padding: N=64, K=64 need no padding                       |
+|                 |                    |   |    |    |           | * specialize_m1: M == 1: compile_ext::block_scaled_mm_m1                |
+|                 |                    |   |    |    |           | - kernel triton_small_m, deep_gemm, aten, triton: runs on CUDA, the     |
+|                 |                    |   |    |    |           | tensors are on cpu                                                      |
++-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+""",
     )
 
 

@@ -56,7 +56,7 @@ def test_a_block_runs_four_kernels(m: int, with_residual: bool) -> None:
     report = compile_ext.explain(compiled)
     assert len(names) == 4, "\n".join([*names, str(report)])
     # norm, gate_up, silu * mul and quantization, down: the third is Inductor's, whose names for
-    # kernels list the ATen ops inside. (Ours are all called _kernel.)
+    # kernels list the ATen ops inside.
     assert ["triton_" in x for x in names] == [False, False, True, False], names
     assert "silu" in names[2], names
     assert "amax" in names[2], names

@@ -44,7 +44,7 @@ def test_batch_invariant_names_the_kernel_of_each_op_that_has_it() -> None:
     got = Options.parse(
         options={"compile_ext.batch_invariant": True, "compile_ext.kernels": kernels}
     )
-    gemms = ["block_scaled_mm", "fp8_bmm", "grouped_block_scaled_mm"]
+    gemms = ["block_scaled_mm", "block_scaled_mm_m1", "fp8_bmm", "grouped_block_scaled_mm"]
     gemms += ["grouped_block_scaled_mm_masked", "router_gemm", "router_gemm_m1", "scaled_mm"]
     assert got.kernels == {
         "rms_norm_quantize_fp8": "reference",

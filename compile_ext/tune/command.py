@@ -20,8 +20,8 @@ from compile_ext.tune.choose import fastest, rows_of
 from compile_ext.tune.measure import Clock, GraphClock, Measurement, measure
 from compile_ext.tune.operands import OPERANDS
 
-# 17 and 33: a kernel for up to 16 or 32 tokens gets a row that ends there.
-TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048, 4096)
+# 17 and 65: a kernel for up to 16 or 64 tokens gets a row that ends there.
+TOKENS = (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096)
 _WHERE = "compile-ext tune"
 Shape = tuple[int, int]
 
@@ -61,7 +61,7 @@ def tune(
         raise DeviceError(_WHERE, "no CUDA device", "the GPU whose kernels are measured", fix)
     here = device_tables.machine(torch.cuda.current_device())
     path = ship or device_tables.user_file(here)
-    kernel_table.write(path, _merged(path, here, [], command))  # a folder may be read-only: now
+    kernel_table.require_writable(path)  # before minutes of measuring
     measured = run(ops, shapes, tokens, GraphClock(), console)
     kernel_table.write(path, _merged(path, here, rows(measured), command))
     console.print(shown(measured))

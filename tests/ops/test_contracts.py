@@ -267,7 +267,13 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
     ("op", "gemm", "prewait_reads", "m1_variant"),
     [
         (OWN.scaled_mm.default, SCALED, ("b", "scale_b", "bias"), None),
-        (OWN.block_scaled_mm.default, SCALED, ("b", "scale_b", "bias"), None),
+        (
+            OWN.block_scaled_mm.default,
+            SCALED,
+            ("b", "scale_b", "bias"),
+            OWN.block_scaled_mm_m1.default,
+        ),
+        (OWN.block_scaled_mm_m1.default, SCALED, ("b", "scale_b", "bias"), None),
         (OWN.grouped_block_scaled_mm.default, GROUPED, ("b", "scale_b"), None),
         (OWN.grouped_block_scaled_mm_masked.default, MASKED, ("b", "scale_b"), None),
         (OWN.fp8_bmm.default, BATCHED, ("b", "scale_b"), None),
@@ -277,6 +283,7 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
     ids=[
         "scaled_mm",
         "block_scaled_mm",
+        "block_scaled_mm_m1",
         "grouped_block_scaled_mm",
         "grouped_block_scaled_mm_masked",
         "fp8_bmm",

@@ -55,6 +55,14 @@ def block_scaled_mm_bfloat16(m: int, n: int, k: int, bias: bool) -> tuple[Any, .
     return torch.randn(m, k).bfloat16(), b, scale_a, scale_b, *rest
 
 
+def block_scaled_mm_one(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return block_scaled_mm(1, n, k, bias)
+
+
+def block_scaled_mm_that_prefetches(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return *block_scaled_mm(m, n, k, bias), True
+
+
 def rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     x, weight = torch.randn(m, k).bfloat16(), torch.randn(k).bfloat16() if bias else None
     return x, weight, 1e-6, bias
@@ -117,6 +125,8 @@ def others(report: ContractReport, device: str) -> set[str]:
             "block_scaled_mm",
             ("unread['scale_a']", *ALIGN, "memory['scale_b']"),
         ),
+        (block_scaled_mm_one, "block_scaled_mm_m1", (*ALIGN, "memory['scale_b']")),
+        (block_scaled_mm_that_prefetches, "block_scaled_mm", (*ALIGN, "memory['scale_b']")),
         (grouped_block_scaled_mm, "grouped_block_scaled_mm", ()),
         (grouped_block_scaled_mm_masked, "grouped_block_scaled_mm_masked", ()),
         (fp8_bmm, "fp8_bmm", ()),

@@ -183,6 +183,6 @@ def test_reasons_of_a_call(library: pytest.MonkeyPatch) -> None:
     assert why(bias=True) == "takes no bias"
     assert why(n=256, padded=True) == "needs scale_b contiguous"
     assert why(out=torch.float32) == "gives bfloat16 only, wanted torch.float32"
-    assert "bfloat16 activation" in str(why(a=BF16))
+    assert "a is bfloat16" in str(why(a=BF16))
     library.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     assert why() == "needs compute capability 9.0, the device has 8.9"

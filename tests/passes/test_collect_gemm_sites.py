@@ -49,7 +49,7 @@ def test_fields() -> None:
     assert sites_of(Block(), x) == {
         "up": Site(
             op="compile_ext::block_scaled_mm",
-            passed_over=(f"deep_gemm, aten, triton_small_m, triton: runs on CUDA, {on_cpu}",),
+            passed_over=(f"triton_small_m, deep_gemm, aten, triton: runs on CUDA, {on_cpu}",),
             n=256,
             k=144,
             a_dtype="bfloat16",

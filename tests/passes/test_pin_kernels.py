@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 import compile_ext
-from compile_ext.layers import ChannelFp8Linear
+from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops import scaled_mm
 from compile_ext.ops.errors import KernelError
 
@@ -52,6 +52,16 @@ def test_behind_a_padding(rewrite: Any) -> None:
     # Sums of 64 products in another order, for other extents: some of them in the last bit.
     got = rewrite(Linear(10), *operands(), options=PINNED, tolerance=64 * 2.0**-20)
     assert got.of(PASS) == [(True, "kernel reference")]
+
+
+@pytest.mark.parametrize("name", ["block_scaled_mm", "block_scaled_mm_m1"])
+def test_holds_for_the_variant_of_one_token(rewrite: Any, name: str) -> None:
+    options = {"compile_ext.kernels": {name: "reference"}}
+    got = rewrite(
+        BlockFp8Linear(torch.randn(16, 64)), torch.randn(1, 64).bfloat16(), options=options
+    )
+    assert got.of(PASS) == [(True, "kernel reference")]
+    assert "block_scaled_mm_m1(" in got.graph
 
 
 @pytest.mark.parametrize("options", [{}, {"compile_ext.kernels": {"block_scaled_mm": "triton"}}])

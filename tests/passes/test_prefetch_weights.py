@@ -15,7 +15,7 @@ from compile_ext.ops import block_scaled_mm, quantize_fp8_blocks, triton_support
 
 PASS = "prefetch_weights"
 K = 128
-FIRED = (True, "its kernel may fetch the weight before its PDL wait")
+FIRED = (True, "a kernel that can fetches the weight before its PDL wait")
 FIRST = (False, "what ran before the graph may still write the weight")
 
 

@@ -36,9 +36,9 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 N, K = 576, 7168
 # What a PDL wait stands between.
 ORDER = r"griddepcontrol\.\w+|(?:ld|st)\.global"
-# The function of a call and its kernel, where they are not run and _kernel.
+# The function of a call and its kernel, where they are not run and the module's only kernel.
 WAYS = {
-    "heads": ("run_bmm", "_kernel"),
+    "heads": ("run_bmm", "_batched_kernel"),
     "groups": ("group_of_each_block", "_group_kernel"),
     "idle": ("zero_idle_rows", "_zero_kernel"),
 }
@@ -135,7 +135,8 @@ def main() -> None:
             if name == "block_scaled_mm_small_m" and arch < 89:
                 continue  # it wants e4m3 in hardware
             module = importlib.import_module(f"compile_ext.ops.{name}")
-            function, kernel = WAYS.get(call, ("run", "_kernel"))
+            [only, *_] = [x for x in vars(module) if x.endswith("_kernel")]
+            function, kernel = WAYS.get(call, ("run", only))
             original = getattr(module, kernel)
             launch = Launch(original)
             setattr(module, kernel, launch)
