@@ -91,7 +91,7 @@ def _measured() -> dict[tuple[int, int], list[tuple[int, Config]]]:
     return found
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _load(at, rows, k, K, MASK: gl.constexpr, MASK_K: gl.constexpr):  # type: ignore[no-untyped-def]
     if MASK and MASK_K:
         x = gl.load(at, mask=rows & (k < K), other=0.0)
@@ -118,7 +118,7 @@ def _scale(x):  # type: ignore[no-untyped-def]
     return value
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _weights(  # type: ignore[no-untyped-def]
     at, n, k, step, N, K,
     MASK_N: gl.constexpr, MASK_K: gl.constexpr, STRIDE: gl.constexpr, STEPS: gl.constexpr,
@@ -131,7 +131,7 @@ def _weights(  # type: ignore[no-untyped-def]
     return weights
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _products(  # type: ignore[no-untyped-def]
     weights, x_at, m, k, scale_x_at, scale_w_at, scale_m, group, step, M, K,
     stride_scale_a_k, stride_scale_b_k,
@@ -154,7 +154,7 @@ def _products(  # type: ignore[no-untyped-def]
     return total
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def _small_m_kernel(  # type: ignore[no-untyped-def]
     a, b, scale_a, scale_b, bias, out,
     M, N, K,

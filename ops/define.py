@@ -230,10 +230,10 @@ def define_op(
     def checked(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, str | None]:
         """The arguments, and the two that the dispatcher leaves out where they are the default."""
         args, extra = given[:count], given[count:]
-        *prefetch, pinned = (*extra, *defaults[len(extra) :])
+        options: list[Any] = [*extra, *defaults[len(extra) :]]
         _refuse_grad(overload, args)
         check(*args)
-        return args, any(prefetch), pinned
+        return args, bool(options[0]) if prefetches else False, options[-1]
 
     def run(*given: Any) -> Result:
         args, prefetch, pinned = checked(given)

@@ -66,7 +66,7 @@ def read(path: Path) -> Table:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last of a deep nesting
         raise TableError(str(path), f"{error}", "a JSON file", _FIX) from error
     try:
         return _table(content)
@@ -104,13 +104,14 @@ def write(path: Path, table: Table) -> None:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
         ) as file:
-            file.write(text)
-        try:
-            os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+            try:
+                file.write(text)
+                file.close()
+                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -36,10 +36,11 @@ def written_arguments(node: Node) -> list[Node]:
     elif node.op == "call_function":
         target = node.target
         name = str(getattr(target, "__name__", ""))
-        if target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            written += _first(node)
-        elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            # Before its name: `merge_` may write another argument than the first.
             written += _written_by_schema(target, node)
+        elif target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+            written += _first(node)
         elif target in (F.embedding, F.embedding_bag, *_WRITES_AT):
             written += _hidden_writes(node)
         elif _is_inplace(target, node):

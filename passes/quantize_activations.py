@@ -52,18 +52,19 @@ def quantize_activations(graph: Graph, ctx: PassContext) -> None:
     reasons = [ctx.stand_back(x.node) or _why_not(x.arguments["a"]) for x in calls]
     # As the op itself does: scales of powers of two where the weight has such.
     inliners = {x: Inliner(functools.partial(_quantize, use_ue8m0=x), ctx) for x in (False, True)}
-    done: dict[tuple[Node, bool], tuple[Node, ...]] = {}
+    done: dict[tuple[Node, int, bool], tuple[Node, ...]] = {}
     for call, origin, reason in zip(calls, origins, reasons, strict=True):
         node, a = call.node, call.arguments["a"]
         ctx.entry(node, call.arguments["b"])
         if reason is not None:
             ctx.skipped(node, reason)
             continue
-        scale_b = tensor(call.arguments["scale_b"])
+        found, scale_b = tensor(a), tensor(call.arguments["scale_b"])
+        assert found is not None
         assert scale_b is not None
-        key = origin, scale_b.dtype == E8M0
+        key = origin, int(found.shape[1]), scale_b.dtype == E8M0
         shared = None if ctx.is_written(a) else done.get(key)
-        q, scale = done[key] = shared or inliners[key[1]].insert(a, node)
+        q, scale = done[key] = shared or inliners[key[2]].insert(a, node)
         ctx.rewrite(call, {"a": q, "scale_a": scale})
         what = "it shares the quantization of its activation"
         ctx.fired(node, what if shared else "its activation is quantized")

@@ -49,8 +49,8 @@ def test_a_block_runs_four_kernels(m: int, with_residual: bool) -> None:
     args = [torch.randn(m, K, device="cuda").bfloat16() for _ in range(1 + with_residual)]
     compiled = torch.compile(model, backend="compile_ext", dynamic=False)
     with torch.no_grad():
-        for _ in range(2):  # the first compiles
-            got = compiled(*args)
+        compiled(*args)
+        got = compiled(*args)
         names = kernels_of(compiled, *args)
         want = model(*args)
     report = compile_ext.explain(compiled)

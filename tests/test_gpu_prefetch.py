@@ -84,6 +84,7 @@ def test_a_weight_written_right_before_each_call_of_the_graph() -> None:
 
     def write(version: list[Tensor]) -> None:
         for layer, weight in zip(model.layers, version, strict=True):
+            assert isinstance(layer, BlockFp8Linear)
             layer.weight.copy_(weight)
 
     with torch.no_grad():

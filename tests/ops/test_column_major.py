@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -69,7 +70,7 @@ def test_inductor_computes_it_without_a_call_and_without_a_guard() -> None:
     for x in rows:
         torch._dynamo.mark_dynamic(x, 0)
     # A cached graph would show the lowering of another run.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         got, codes = run_and_get_code(compiled, rows[0])
     assert torch.equal(got, model(rows[0]))
     assert torch.equal(compiled(rows[1]), model(rows[1]))

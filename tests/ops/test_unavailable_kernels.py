@@ -3,9 +3,10 @@ and all later ones, and the reason is said."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Failing:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Failing]]:
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Failing]:
     def make(op: str, error: Exception, name: str = "triton") -> Failing:
         kernel, run = kernel_of(op, name), Failing(error)
         monkeypatch.setattr(kernel, "run", run)
@@ -52,7 +53,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Failing]]
     return make
 
 
-def operands() -> tuple[Tensor, ...]:
+def operands() -> tuple[Any, ...]:
     a, b = torch.randn(5, 2, 128).to(FP8), torch.randn(2, 30, 128).to(FP8)
     return a, b, torch.rand(5, 2, 1), torch.rand(2, 1, 1)
 
@@ -151,7 +152,7 @@ def test_what_triton_fails_to_compile() -> None:
 
     no_space = OSError(28, "No space left on device", "/home/x/.triton")
     for error, text in (
-        (CompilationError("x = y", None, "y is not defined"), "y is not defined"),
+        (CompilationError("x = y", ast.Name("y"), "y is not defined"), "y is not defined"),
         (OutOfResources(300000, 232448, "shared memory"), "out of resource: shared memory"),
         (PTXASError("no such target"), "PTXAS error: no such target"),
         (RuntimeError("PassManager::run failed\nmore"), "(PassManager::run failed)"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -148,3 +149,76 @@ def test_a_call_that_says_so_itself(rewrite: Any) -> None:
 
     got = rewrite(Model(body), tokens(1))
     assert got.of(PASS) == [FIRST, (False, "the call says so itself")]
+
+
+def between(self: Model, x: Tensor, use: Any) -> Tensor:
+    return self.two(use(self.one(x), x))
+
+
+def accumulated(h: Tensor, x: Tensor) -> Tensor:
+    total = h.new_zeros(h.shape)
+    total += x
+    return total
+
+
+def overwritten(h: Tensor, x: Tensor) -> Tensor:
+    h[:] = x * 2
+    return h
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h, x: torch.zeros_like(h) + x,
+        accumulated,
+        lambda h, x: h.copy_(x),
+        overwritten,
+        lambda h, x: torch.cat([h[:0], x]),
+        lambda h, x: h.fill_(1.0),
+        lambda h, x: x[: h.size(0)],
+    ],
+    ids=["zeros_like", "new_zeros", "copy_", "setitem", "no elements", "fill_", "size"],
+)
+def test_a_call_that_the_compiler_leaves_out_starts_no_chain(rewrite: Any, use: Any) -> None:
+    got = rewrite(Model(lambda self, x: between(self, x, use)), tokens(3))
+    assert (True, FIRED[1]) not in got.of(PASS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h, x: h.relu() + x,
+        lambda h, x: torch.cat([h, x])[:3],
+        lambda h, x: F.rms_norm(h, (K,)),
+        lambda h, x: F.scaled_dot_product_attention(*(h[None, None],) * 3)[0, 0],
+        lambda h, x: torch.cat([*h.chunk(2, -1)][::-1], -1),
+    ],
+    ids=["pointwise", "cat", "norm", "attention", "chunk"],
+)
+def test_what_computes_with_its_numbers_continues_the_chain(rewrite: Any, use: Any) -> None:
+    # Eager's attention and the graph's may differ in the last bit of bfloat16, 2^-8 of a value.
+    got = rewrite(Model(lambda self, x: between(self, x, use)), tokens(3), tolerance=2.0**-2)
+    assert got.of(PASS) == [FIRST, FIRED]
+
+
+def test_a_call_without_columns_starts_no_chain(rewrite: Any) -> None:
+    op = torch.ops.compile_ext.block_scaled_mm
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        w, scale = self.one.weight[:0], self.one.weight_scale[:0]
+        empty = op(x, w, None, scale, None, torch.bfloat16)
+        return self.two(torch.cat([empty, x], 1))
+
+    assert rewrite(Model(body), tokens(3)).of(PASS) == [FIRST, FIRST]
+
+
+def test_a_first_call_that_prefetches_itself_starts_no_chain(rewrite: Any) -> None:
+    op = torch.ops.compile_ext.block_scaled_mm
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        one = self.one
+        h = op(x, one.weight, None, one.weight_scale, None, torch.bfloat16, True)
+        return self.two(h)
+
+    got = rewrite(Model(body), tokens(3))
+    assert got.of(PASS) == [(False, "the call says so itself"), FIRST]

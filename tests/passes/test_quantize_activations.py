@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import compile_ext
+from compile_ext.layers import BlockFp8Linear
 from compile_ext.ops import block_scaled_mm, quantize_fp8_groups
 
 PASS = "quantize_activations"
@@ -197,6 +198,37 @@ def test_linears_of_one_activation_share_its_quantization(
     assert got.of(PASS) == [FIRED, SHARED, SHARED]
     assert got.graph.count(NORM) == 1
     assert "aten::" not in got.graph
+
+
+def test_no_sharing_where_views_differ_in_k(rewrite: Any, fp8_model: Any) -> None:
+    weight = BlockFp8Linear(torch.randn(64, K // 2))
+
+    def body(model: Any, x: Tensor) -> Any:
+        return model.down(x), weight(x.view(-1, K // 2))
+
+    assert rewrite(fp8_model(body), tokens(4, K)).of(PASS) == [FIRED, FIRED]
+
+
+def test_no_sharing_behind_a_mutable_op_with_a_trailing_underscore(
+    rewrite: Any, fp8_model: Any
+) -> None:
+    """It writes its second argument, which its name does not say."""
+    with torch.library._scoped_library("underscore", "FRAGMENT") as library:
+        library.define("merge_(Tensor d, Tensor(a!) w) -> ()")
+
+        def merge(d: Tensor, w: Tensor) -> None:
+            w.add_(d)
+
+        library.impl("merge_", merge, "CompositeExplicitAutograd")
+        torch.library.register_fake("underscore::merge_", lambda d, w: None, lib=library)
+
+        def body(model: Any, x: Tensor) -> Any:
+            y = x.sin()
+            first = model.down(y)
+            torch.ops.underscore.merge_(x, y)
+            return first, model.down(y)
+
+        assert rewrite(fp8_model(body), tokens(4, K)).of(PASS) == [FIRED, FIRED]
 
 
 def test_no_sharing_where_the_activation_is_written_in_between(

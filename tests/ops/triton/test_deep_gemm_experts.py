@@ -213,7 +213,7 @@ def empty(*shape: int, gap: int = 0, extra: int = 0) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=FP8, device="cuda")
 
 
-def operands(rows: tuple[int, ...], g: int, **given: int) -> tuple[Tensor, ...]:
+def operands(rows: tuple[int, ...], g: int, **given: int) -> Any:
     n, k, up = given.get("n", N), given.get("k", K), 127
     a = empty(*rows, k, gap=given.get("a_gap", 0), extra=given.get("extra", 0))
     scale_a = torch.empty(*rows, (k + up) // 128, device="cuda")
@@ -230,9 +230,9 @@ def test_reasons_of_contiguous(library: pytest.MonkeyPatch) -> None:
 
     def why(m: int = 300, g: int = 3, out: Any = BF16, **given: int) -> str | None:
         with mode:
-            args = operands((m,), g, **given)
+            a, b, scale_a, scale_b = operands((m,), g, **given)
             indices = torch.empty(m, dtype=torch.int32, device="cuda")
-        return grouped_block_scaled_mm_deep_gemm.why_not(*args, indices, out)
+        return grouped_block_scaled_mm_deep_gemm.why_not(a, b, scale_a, scale_b, indices, out)
 
     assert why() is None
     assert why(n=96) == MULTIPLES.format(96, K)
@@ -256,9 +256,11 @@ def test_reasons_of_masked(library: pytest.MonkeyPatch) -> None:
 
     def why(m: int = 128, **given: int) -> str | None:
         with mode:
-            args = operands((3, m), 3, **given)
+            a, b, scale_a, scale_b = operands((3, m), 3, **given)
             used = torch.empty(3, dtype=torch.int32, device="cuda")
-        return grouped_block_scaled_mm_masked_deep_gemm.why_not(*args, used, 1, BF16)
+        return grouped_block_scaled_mm_masked_deep_gemm.why_not(
+            a, b, scale_a, scale_b, used, 1, BF16
+        )
 
     assert why() is None
     assert why(m=64) == "needs m_max in multiples of 128, found 64"
@@ -272,8 +274,8 @@ def test_reasons_of_bmm(library: pytest.MonkeyPatch) -> None:
 
     def why(**given: int) -> str | None:
         with mode:
-            args = operands((5, 3), 3, **given)
-        return fp8_bmm_deep_gemm.why_not(*args, BF16)
+            a, b, scale_a, scale_b = operands((5, 3), 3, **given)
+        return fp8_bmm_deep_gemm.why_not(a, b, scale_a, scale_b, BF16)
 
     assert why() is None
     assert why(gap=64) is None  # a batch has a stride of its own
