@@ -28,7 +28,7 @@ from compile_ext.ops import triton_support
 from compile_ext.ops.define import PREFETCH
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.op_calls import OpCall, overload, read_call
-from compile_ext.passes.prewait import why_not_before_wait
+from compile_ext.passes.prewait import Prewait
 from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.values import bounds, fake, tensor
 
@@ -48,6 +48,7 @@ _COMPUTES = {
 
 
 def prefetch_weights(graph: Graph, ctx: PassContext) -> None:
+    prewait = Prewait(ctx)
     behind: set[Node] = set()  # what is computed from a call that launches a kernel
     for node in list(graph.nodes):
         is_behind = any(x in behind and not ctx.is_written(x) for x in node.all_input_nodes)
@@ -58,7 +59,7 @@ def prefetch_weights(graph: Graph, ctx: PassContext) -> None:
             continue
         assert call.contract.gemm is not None  # what a kernel prefetches is a GEMM's
         ctx.entry(node, call.arguments[call.contract.gemm.b])
-        reason = ctx.stand_back(node) or _why_not(call, is_behind, ctx)
+        reason = ctx.stand_back(node) or _why_not(call, is_behind, prewait)
         if is_behind or _starts_a_chain(call):
             behind.add(node)
         if reason:
@@ -95,12 +96,12 @@ def _can_prefetch(call: OpCall) -> bool:
     return a is not None and triton_support.has_pdl(a)
 
 
-def _why_not(call: OpCall, is_behind: bool, ctx: PassContext) -> str | None:
+def _why_not(call: OpCall, is_behind: bool, prewait: Prewait) -> str | None:
     if call.arguments[PREFETCH]:
         return "the call says so itself"
     if not is_behind:
         return "what ran before the graph may still write the weight"
-    return why_not_before_wait(call, ctx)
+    return prewait.why_not(call)
 
 
 def _starts_a_chain(call: OpCall) -> bool:

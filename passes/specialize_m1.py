@@ -17,18 +17,19 @@ from torch.fx import Graph
 from compile_ext.ops.contract import m_of_gemm
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.op_calls import OpCall, read_call
-from compile_ext.passes.prewait import why_not_before_wait
+from compile_ext.passes.prewait import Prewait
 from compile_ext.passes.values import bounds, range_text, tensor
 
 
 def specialize_m1(graph: Graph, ctx: PassContext) -> None:
+    prewait = Prewait(ctx)
     for node in list(graph.nodes):
         call = read_call(node)
         if call is None or call.contract.m1_variant is None:
             continue
         assert call.contract.gemm is not None  # register_contract saw to it
         ctx.entry(node, call.arguments[call.contract.gemm.b])
-        reason = ctx.stand_back(node) or _why_not(call, ctx)
+        reason = ctx.stand_back(node) or _why_not(call, prewait, ctx)
         if reason:
             ctx.skipped(node, reason)
             continue
@@ -36,7 +37,7 @@ def specialize_m1(graph: Graph, ctx: PassContext) -> None:
         ctx.fired(node, f"M == 1: {call.contract.m1_variant._schema.name}")
 
 
-def _why_not(call: OpCall, ctx: PassContext) -> str | None:
+def _why_not(call: OpCall, prewait: Prewait, ctx: PassContext) -> str | None:
     if ctx.batch_invariant:
         return "compile_ext.batch_invariant wants one op for every M"
     gemm = call.contract.gemm
@@ -47,4 +48,4 @@ def _why_not(call: OpCall, ctx: PassContext) -> str | None:
     low, high = bounds(m_of_gemm(call.op, gemm, a))
     if (low, high) != (1, 1):
         return f"M = {low}" if low == high else f"M is {range_text(low, high)}"
-    return why_not_before_wait(call, ctx)
+    return prewait.why_not(call)

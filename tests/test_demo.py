@@ -19,7 +19,7 @@ from compile_ext.passes import PASS_NAMES
 # The first wants an option, the others a GPU.
 NOT_IN_THE_DEMO = ["pin_kernels"]
 if not torch.cuda.is_available():
-    NOT_IN_THE_DEMO += ["quantize_activations", "fuse_norm_quantize"]
+    NOT_IN_THE_DEMO += ["quantize_activations", "fuse_norm_quantize", "prefetch_weights"]
 
 
 @pytest.mark.slow
