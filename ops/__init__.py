@@ -1,4 +1,4 @@
-"""Custom ops: one file an op, one file a kernel. Imports torch only."""
+"""Custom ops: one file an op, one file a kernel. Imports torch, and nothing else of the package."""
 
 from compile_ext.ops.add_rms_norm_quantize_fp8 import add_rms_norm_quantize_fp8
 from compile_ext.ops.block_scaled_mm import block_scaled_mm

@@ -59,7 +59,6 @@ class Measurement:
     Args:
         timings: of the kernels that run it rightly, in the order of the op's tuple.
         faults: kernels that should run it, and raise or are wrong.
-        reasons: kernels that cannot run it, and why not.
     """
 
     op: str
@@ -68,7 +67,6 @@ class Measurement:
     m: int
     timings: dict[str, Timing]
     faults: dict[str, str]
-    reasons: dict[str, str]
 
 
 def candidates(definition: OpDefinition) -> list[Kernel]:
@@ -87,11 +85,8 @@ def measure(
     assert isinstance(want, Tensor)
     calls: dict[str, Call] = {}
     faults: dict[str, str] = {}
-    reasons: dict[str, str] = {}
     for kernel in candidates(definition):
-        reason = kernel.why_not(*layers[0])
-        if reason is not None:
-            reasons[kernel.name] = reason
+        if kernel.why_not(*layers[0]) is not None:
             continue
         try:
             fault = _fault(kernel, layers[0], want)
@@ -104,7 +99,7 @@ def measure(
         faults[kernel.name] = fault
     times = clock.times(calls) if calls else {}
     timings = {name: _timing(us, len(layers)) for name, us in times.items()}
-    return Measurement(definition.name, weights.n, weights.k, m, timings, faults, reasons)
+    return Measurement(definition.name, weights.n, weights.k, m, timings, faults)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -27,7 +27,7 @@ def find_candidates(graph: Graph, exprs: NodeExpressions) -> Iterator[tuple[Node
     reason why it is none. Where the op would run its reference, nothing is looked at: to read the
     graph takes 20 ms, a third of all passes (the demo's decoder)."""
     groups: dict[Expr, list[Node]] = {}
-    for node in [x for x in graph.nodes if _casts_to_float8(x) and has_kernel(tensor(x))]:
+    for node in [x for x in graph.nodes if _casts_to_float8(x) and _has_kernel(x)]:
         q = exprs.of(node)
         if is_norm_and_quantization(q):
             groups.setdefault(q, []).append(node)
@@ -43,12 +43,11 @@ def _casts_to_float8(node: Node) -> bool:
     return len(inputs) == 1 and inputs[0] in (torch.float32, *LOW.values())
 
 
-def has_kernel(x: torch.Tensor | None) -> bool:
-    """Whether the device of x has a kernel for the op; what it would be called with is not known
-    yet."""
+def _has_kernel(cast: Node) -> bool:
+    """Whether a device has a kernel for the op; what it would be called with is not known yet."""
     definition = definition_of(RMS_NORM_QUANTIZE)
     assert definition is not None
-    return definition.kernel_for(x, None, 0.0, False)[0].name != "reference"
+    return definition.kernel_for(tensor(cast), None, 0.0, False, False)[0].name != "reference"
 
 
 def _read(casts: Sequence[Node], exprs: NodeExpressions) -> Region | str:
