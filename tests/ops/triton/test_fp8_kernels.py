@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_ext.ops.block_scaled_mm_small_m import Config
 from compile_ext.ops.quantize import (
     dequantize_fp8_groups,
     quantize_fp8_blocks,
@@ -17,9 +18,7 @@ from compile_ext.ops.quantize import (
 )
 
 FP8 = torch.float8_e4m3fn
-# Gluon has no interpreter: the kernel for few tokens, which takes FP8 alone, runs on a GPU.
-ON_GPU = ["block_scaled_mm_small_m"] if torch.cuda.is_available() else []
-BLOCK_KERNELS = ["block_scaled_mm_triton", *ON_GPU]
+BLOCK_KERNELS = ["block_scaled_mm_triton", "block_scaled_mm_small_m"]  # the second takes FP8 alone
 # m, n, k: whole blocks; partial ones in n, in k, in both; more groups than are loaded ahead
 SHAPES = [
     (1, 128, 256),
@@ -87,6 +86,53 @@ def test_block_scaled_mm(kernel: str, shape: Any, bias: Any, device: str) -> Non
     got = run(kernel, a, b, scale_a, scale_b, added, torch.float32)
     x, w = a.double() * expanded(scale_a, m, k), b.double() * expanded(scale_b, n, k)
     assert_close(got, *product(x, w, added), k)
+
+
+CONFIGS = [
+    Config(columns, tokens, warps, ahead, later)
+    for columns, tokens in ((16, 8), (32, 16), (16, 32))
+    for warps, ahead, later in ((1, 2, 1), (2, 3, 1), (2, 2, 2), (4, 3, 2), (8, 7, 7))
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", [(5, 40, 1280), (33, 130, 1040), (8, 16, 2944)], ids=str)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_configurations_for_few_tokens(
+    config: Config, shape: Any, prefetch: bool, device: str
+) -> None:
+    """Whole rounds and partial ones, partial steps, one round and several."""
+    m, n, k = shape
+    a, b, scale_a, scale_b = operands(m, n, k, device)
+    run_small = import_module("compile_ext.ops.block_scaled_mm_small_m").run
+    args = a, b, scale_a, scale_b, None, torch.float32
+    got = run_small(*args, prefetch=prefetch, config=config)
+    x, w = a.double() * expanded(scale_a, m, k), b.double() * expanded(scale_b, n, k)
+    assert_close(got, *product(x, w, None), k)
+
+
+@pytest.mark.parametrize("scale", ["a", "b", "both"])
+def test_scales_that_are_powers_of_two_for_few_tokens(scale: str, device: str) -> None:
+    a, b, scale_a, scale_b = operands(5, 40, 384, device)
+    scale_a, scale_b = (torch.exp2(x.log2().round()) for x in (scale_a, scale_b))
+    exact = [x.to(torch.float8_e8m0fnu) for x in (scale_a, scale_b)]
+    given = exact[0] if scale != "b" else scale_a, exact[1] if scale != "a" else scale_b
+    want = run("block_scaled_mm_small_m", a, b, scale_a, scale_b, None, torch.float32)
+    assert torch.equal(run("block_scaled_mm_small_m", a, b, *given, None, torch.float32), want)
+
+
+def test_each_configuration_that_ships_is_one(device: str) -> None:
+    module = import_module("compile_ext.ops.block_scaled_mm_small_m")
+    rows = module._measured()
+    assert len(rows) == 8
+    for (n, k), ranges in rows.items():
+        assert [last for last, _ in ranges] == sorted({last for last, _ in ranges})
+        for last, config in ranges:
+            assert module.configure(last, n, k) == config
+            assert 128 % config.columns == 0
+            assert config.tokens in (8, 16, 32)
+            assert config.warps in (1, 2, 4, 8)
+            assert 1 <= config.later <= config.ahead
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)
