@@ -58,7 +58,8 @@ def test_every_linear_is_listed(outcome: smollm2.Outcome) -> None:
     sites = [row for row in outcome.report.rows if row.site is not None]
     assert sorted(row.module for row in sites) == sorted(2 * LINEARS)
     assert {row.site.m for row in sites if row.site} == {(1, 1), (34, 34)}
-    assert {row.op for row in sites} == {"compile_ext::block_scaled_mm"}
+    op = "compile_ext::block_scaled_mm"
+    assert {(row.op, row.site.m[0]) for row in sites if row.site} == {(op, 34), (f"{op}_m1", 1)}
     fold = [d for row in sites for d in row.decisions if d.pass_name == "fold_weight_padding"]
     details = {d.detail for d in fold if d.fired}
     assert details == {"scale_b: its strides are (5, 1): fit(strides % 4)"}  # K = 576: 5 blocks
