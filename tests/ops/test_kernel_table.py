@@ -116,3 +116,26 @@ def test_each_table_that_ships_is_one_and_names_what_there_is() -> None:
         assert table.rows
         for row in table.rows:
             assert row.kernel in kernels[row.op], row
+
+
+def test_a_deep_nesting_is_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(TableError):
+        kernel_table.read(path)
+
+
+def test_a_write_that_fails_leaves_the_old_table_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    kernel_table.write(path, TABLE)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "chmod", full)
+    with pytest.raises(TableError, match="No space left"):
+        kernel_table.write(path, TABLE)
+    assert [x.name for x in tmp_path.iterdir()] == ["table.json"]
+    assert kernel_table.read(path) == TABLE
