@@ -6,33 +6,23 @@ D[..., n] = sum_k A[..., k] * B[n, k] + bias[n]
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from torch import Tensor
 
-from compile_ext.ops import batch_invariant, router_gemm_aten, router_reference, triton_support
-from compile_ext.ops.contract import Gemm, OpContract
-from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops import router_gemm_spec
+from compile_ext.ops.define import define_op
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 
 NAME = "router_gemm"
 
 OP = define_op(
     f"{NAME}(Tensor a, Tensor b, Tensor? bias) -> Tensor",
-    check=functools.partial(router_reference.check, NAME),
-    fake=router_reference.fake,
-    kernels=(
-        Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
-        Kernel("reference", why_not=never, run=router_reference.router_gemm_ref),
-        batch_invariant.kernel(
-            triton_support.run_of("router_gemm_triton"), router_reference.router_gemm_ref
-        ),
-    ),
-    contract=OpContract(
-        gemm=Gemm(a="a", b="b", bias="bias"),
-        prewait_reads=("b", "bias"),
-        m1_variant=ROUTER_GEMM_M1,
-    ),
+    check=functools.partial(router_gemm_spec.check, NAME),
+    fake=router_gemm_spec.fake,
+    kernels=router_gemm_spec.KERNELS,
+    contract=dataclasses.replace(router_gemm_spec.CONTRACT, m1_variant=ROUTER_GEMM_M1),
 )
 
 

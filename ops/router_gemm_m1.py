@@ -9,22 +9,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_ext.ops import (
-    batch_invariant,
-    checks,
-    router_gemm_aten,
-    router_reference,
-    triton_support,
-)
-from compile_ext.ops.contract import Gemm, OpContract, m_of
-from compile_ext.ops.define import Kernel, define_op, never
+from compile_ext.ops import checks, router_gemm_spec
+from compile_ext.ops.contract import m_of
+from compile_ext.ops.define import define_op
 from compile_ext.ops.errors import ShapeError
 
 NAME = "router_gemm_m1"
 
 
 def _check(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    router_reference.check(NAME, a, b, bias)
+    router_gemm_spec.check(NAME, a, b, bias)
     if not checks.same(m_of(a), 1):
         raise ShapeError(
             NAME,
@@ -37,15 +31,9 @@ def _check(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 OP = define_op(
     f"{NAME}(Tensor a, Tensor b, Tensor? bias) -> Tensor",
     check=_check,
-    fake=router_reference.fake,
-    kernels=(
-        Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
-        Kernel("reference", why_not=never, run=router_reference.router_gemm_ref),
-        batch_invariant.kernel(
-            triton_support.run_of("router_gemm_triton"), router_reference.router_gemm_ref
-        ),
-    ),
-    contract=OpContract(gemm=Gemm(a="a", b="b", bias="bias"), prewait_reads=("b", "bias")),
+    fake=router_gemm_spec.fake,
+    kernels=router_gemm_spec.KERNELS,
+    contract=router_gemm_spec.CONTRACT,
 )
 
 

@@ -1,12 +1,19 @@
-"""What ``router_gemm`` and ``router_gemm_m1`` share: specification, argument checks and fake."""
+"""What ``router_gemm`` and its M == 1 variant share: reference, checks, fake, kernels, contract."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from compile_ext.ops import block_scaled_reference, checks
-from compile_ext.ops.contract import m_of
+from compile_ext.ops import (
+    batch_invariant,
+    block_scaled_reference,
+    checks,
+    router_gemm_aten,
+    triton_support,
+)
+from compile_ext.ops.contract import Gemm, OpContract, m_of
+from compile_ext.ops.define import Kernel, never
 from compile_ext.ops.errors import RankError
 
 
@@ -38,3 +45,12 @@ def check(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 
 def fake(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[0], dtype=torch.float32)
+
+
+KERNELS = (
+    Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
+    Kernel("reference", why_not=never, run=router_gemm_ref),
+    batch_invariant.kernel(triton_support.run_of("router_gemm_triton"), router_gemm_ref),
+)
+
+CONTRACT = OpContract(gemm=Gemm(a="a", b="b", bias="bias"), prewait_reads=("b", "bias"))
