@@ -1,5 +1,5 @@
-"""The router of a mixture-of-experts layer: bfloat16 in, float32 logits out, never rounded in
-between.
+"""The router of a mixture-of-experts layer: float32 logits of bfloat16 or float32 operands, never
+rounded in between.
 
 D[..., n] = sum_k A[..., k] * B[n, k] + bias[n]
 """
@@ -27,11 +27,12 @@ OP = define_op(
 
 
 def router_gemm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a @ b.T + bias`` in float32, from bfloat16 operands.
+    """``a @ b.T + bias``: products and sums in float32, never in TF32, whatever torch may use.
 
     Args:
-        a: ``[..., k]`` bfloat16, any strides; the tokens M are all leading dimensions together.
-        b: ``[n, k]`` bfloat16.
+        a: ``[..., k]`` bfloat16 or float32, any strides; the tokens M are all leading dimensions
+            together.
+        b: ``[n, k]`` bfloat16 or float32, of either with either ``a``.
         bias: ``[n]`` bfloat16, float16 or float32.
 
     Returns:

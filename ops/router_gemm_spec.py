@@ -9,6 +9,7 @@ from compile_ext.ops import (
     batch_invariant,
     block_scaled_reference,
     checks,
+    float32_matmul,
     router_gemm_aten,
     triton_support,
 )
@@ -25,16 +26,18 @@ def router_gemm_ref(
 ) -> Tensor:
     """The specification: products and sum in float32. ``product`` multiplies ``[m, k]`` by
     ``[k, n]`` where it is not for ``linear`` to choose."""
-    x, w, added = a.float(), b.float(), None if bias is None else bias.float()
+    # float64 where BLAS would round float32 operands: the specification knows no TF32.
+    wide = torch.float64 if float32_matmul.why_rounded(a, b) else torch.float32
+    x, w, added = a.to(wide), b.to(wide), None if bias is None else bias.to(wide)
     if product is None:
-        return torch.nn.functional.linear(x, w, added)
+        return torch.nn.functional.linear(x, w, added).float()
     out = product(x.reshape(m_of(x), x.shape[-1]), w.t())
-    return (out if added is None else out + added).view(*a.shape[:-1], w.shape[0])
+    return (out if added is None else out + added).view(*a.shape[:-1], w.shape[0]).float()
 
 
 def check(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    checks.dtype_in(op, "a", a, (torch.bfloat16,))
-    checks.dtype_in(op, "b", b, (torch.bfloat16,))
+    for name, x in (("a", a), ("b", b)):
+        checks.dtype_in(op, name, x, (torch.bfloat16, torch.float32))
     if a.dim() == 0:
         raise RankError(op, "a of shape []", "at least 1 dimension", "pass a as [..., k]")
     checks.rank_is(op, "b", b, 2)

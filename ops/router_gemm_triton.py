@@ -24,7 +24,7 @@ def _router_kernel(  # type: ignore[no-untyped-def]
     a, b, bias, out,
     M, N, K,
     stride_a_m, stride_a_k, stride_b_n, stride_b_k, stride_bias,
-    HAS_BIAS: tl.constexpr, HAS_BF16: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IN_FLOAT32: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -38,9 +38,9 @@ def _router_kernel(  # type: ignore[no-untyped-def]
         mask_x, mask_w = (m < M)[:, None] & (k < K)[None, :], (n < N)[None, :] & (k < K)[:, None]
         x = tl.load(a + m[:, None] * stride_a_m + k[None, :] * stride_a_k, mask=mask_x, other=0.0)
         w = tl.load(b + n[None, :] * stride_b_n + k[:, None] * stride_b_k, mask=mask_w, other=0.0)
-        if not HAS_BF16:
+        if IN_FLOAT32:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        acc = tl.dot(x, w, acc)
+        acc = tl.dot(x, w, acc, input_precision="ieee")  # Triton's default is TF32
     if HAS_BIAS:
         acc += tl.load(bias + n * stride_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
@@ -52,6 +52,7 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if not out.numel():
         return out
     rows = a.reshape(m_of(a), k)  # not -1: k may be 0
+    in_float32 = not has_bf16(a) or not a.dtype == b.dtype == torch.bfloat16
     kernel: Any = _router_kernel
     grid = (triton.cdiv(rows.shape[0], _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)
     with device_of(a):
@@ -60,7 +61,7 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
             rows.shape[0], n, k,
             *rows.stride(), *b.stride(), 0 if bias is None else bias.stride(0),
             HAS_BIAS=bias is not None,
-            HAS_BF16=has_bf16(a),
+            IN_FLOAT32=in_float32,
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K,
             num_warps=_WARPS, num_stages=3,
         )  # fmt: skip

@@ -113,19 +113,28 @@ def test_block_scaled_mm(m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 256), (1, 256), (5, 256), (2, 3, 256), (256,)], ids=str)
-def test_router_gemm(shape: tuple[int, ...]) -> None:
-    a = torch.randn(shape, device="cuda").bfloat16()
-    b = torch.randn(16, 256, device="cuda").bfloat16()
+@pytest.mark.parametrize("a_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("b_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_router_gemm(shape: tuple[int, ...], a_dtype: torch.dtype, b_dtype: torch.dtype) -> None:
+    a = torch.randn(shape, device="cuda").to(a_dtype)
+    b = torch.randn(16, 256, device="cuda").to(b_dtype)
     bias = torch.randn(16, device="cuda")
     exact = a.double() @ b.double().t() + bias.double()
     got = router_gemm(a, b, bias)
     assert got.dtype == torch.float32
-    # Products of bfloat16 are exact in float32; 256 of them are summed, each sum rounds by 2^-24.
+    # 256 products, exact in float32 or rounded by 2^-24, are summed; each sum rounds by 2^-24.
     close(got, exact, 256 * 2.0**-24)
     wanted = "aten" if a.numel() else "reference"
     assert kernel(OPS.router_gemm.default, a, b, bias) == wanted
     if a.numel() == 256:
         assert torch.equal(router_gemm_m1(a, b, bias), got)
+
+
+def test_router_gemm_is_exact_where_torch_allows_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    a = torch.eye(17, 256, device="cuda") * (1 + 2.0**-20)  # 1 in TF32
+    b = torch.ones(16, 256, device="cuda")
+    assert torch.equal(router_gemm(a, b), (1 + 2.0**-20) * b.new_ones(17, 16))
 
 
 class Block(nn.Module):

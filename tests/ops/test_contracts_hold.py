@@ -29,6 +29,11 @@ def router_gemm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return a, b, torch.randn(n) if bias else None
 
 
+def router_gemm_float32(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    a, b, rest = router_gemm(m, n, k, bias)
+    return a, b.float(), rest
+
+
 def router_gemm_one(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return router_gemm(1, n, k, bias)
 
@@ -131,6 +136,7 @@ def others(report: ContractReport, device: str) -> set[str]:
         (grouped_block_scaled_mm_masked, "grouped_block_scaled_mm_masked", ()),
         (fp8_bmm, "fp8_bmm", ()),
         (router_gemm, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
+        (router_gemm_float32, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
         (router_gemm_one, "router_gemm_m1", ()),
         (rms_norm_quantize_fp8, "rms_norm_quantize_fp8", ()),
         (add_rms_norm_quantize_fp8, "add_rms_norm_quantize_fp8", ()),

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_ext.ops import router_gemm, router_gemm_m1
+from compile_ext.ops import float32_matmul, router_gemm, router_gemm_aten, router_gemm_m1
 from compile_ext.ops.errors import DeviceError, DtypeError, GradError, RankError, ShapeError
 
 OPS = [router_gemm, router_gemm_m1]
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = [(BF16, BF16), (BF16, F32), (F32, BF16), (F32, F32)]  # of a and b
 OVERLOADS = {
     router_gemm: torch.ops.compile_ext.router_gemm.default,
     router_gemm_m1: torch.ops.compile_ext.router_gemm_m1.default,
@@ -39,8 +42,10 @@ def name_of(value: Any) -> str:
     return value.__name__
 
 
-def operands(lead: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(*lead, k).bfloat16(), torch.randn(n, k).bfloat16()
+def operands(
+    lead: tuple[int, ...], n: int, k: int, a_dtype: torch.dtype = BF16, b_dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor]:
+    return torch.randn(*lead, k).to(a_dtype), torch.randn(n, k).to(b_dtype)
 
 
 def oracle(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,9 +58,10 @@ def magnitude(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(("lead", "n", "k"), SHAPES, ids=shape_id)
-def test_equals_the_formula_in_float32(lead, n, k, with_bias, assert_gemm_close):
-    a, b = operands(lead, n, k)
+def test_equals_the_formula_in_float32(lead, n, k, a_dtype, b_dtype, with_bias, assert_gemm_close):
+    a, b = operands(lead, n, k, a_dtype, b_dtype)
     bias = torch.randn(n) if with_bias else None
     out = router_gemm(a, b, bias)
     assert out.dtype == torch.float32  # the bound then shows any rounding to bf16 on the way
@@ -66,9 +72,12 @@ def test_equals_the_formula_in_float32(lead, n, k, with_bias, assert_gemm_close)
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (128, 300), (7, 1), (1, 33)], ids=shape_id)
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("lead", M1_LEADS, ids=shape_id)
-def test_m1_equals_the_formula_and_router_gemm(lead, n, k, with_bias, assert_gemm_close):
-    a, b = operands(lead, n, k)
+def test_m1_equals_the_formula_and_router_gemm(
+    lead, n, k, a_dtype, b_dtype, with_bias, assert_gemm_close
+):
+    a, b = operands(lead, n, k, a_dtype, b_dtype)
     bias = torch.randn(n) if with_bias else None
     out = router_gemm_m1(a, b, bias)
     assert out.dtype == torch.float32
@@ -113,6 +122,47 @@ def test_logits_that_bf16_would_merge_stay_apart(op):
     a = torch.tensor([[256.0, 1.0]]).bfloat16()
     b = torch.tensor([[1.0, 2.0**-8], [1.0, -(2.0**-8)]]).bfloat16()
     assert op(a, b).tolist() == [[256 + 2.0**-8, 256 - 2.0**-8]]
+
+
+@pytest.fixture(params=["highest", "high", "medium"])
+def matmul_precision(request):
+    """What torch may do to float32 operands: nothing, round to TF32, round to bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kernel", [None, "batch_invariant"], ids=str)
+@pytest.mark.parametrize("op", OPS, ids=name_of)
+def test_float32_operands_are_never_rounded(op, kernel, a_dtype, b_dtype, matmul_precision):
+    a, b = torch.eye(1, 64).to(a_dtype), torch.ones(32, 64).to(b_dtype)
+    (a if a_dtype == F32 else b).mul_(1 + 2.0**-20)  # 1 in TF32 and in bfloat16
+    assert OVERLOADS[op](a, b, None, kernel).tolist() == [[1 + 2.0**-20] * 32]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda", "cuda"), ("cpu", "mkldnn")])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES, ids=str)
+def test_why_float32_would_be_rounded(a_dtype, b_dtype, device, backend, matmul_precision):
+    with FakeTensorMode():
+        a = torch.empty(1, 64, device=device, dtype=a_dtype)
+        b = torch.empty(8, 64, device=device, dtype=b_dtype)
+        reason = float32_matmul.why_rounded(a, b)
+        if device == "cuda":  # cuBLAS stands back
+            assert router_gemm_aten.why_not(a, b, None) == reason
+    precision = "bf16" if (device, matmul_precision) == ("cpu", "medium") else "tf32"
+    text = f"torch multiplies float32 in {precision} (torch.backends.{backend}.matmul)"
+    is_rounded = matmul_precision != "highest" and F32 in (a_dtype, b_dtype)
+    assert reason == (text if is_rounded else None)
+
+
+def test_the_reference_takes_float64_where_float32_would_be_rounded(monkeypatch):
+    a, b = torch.tensor([[2.0**30, 1, -(2.0**30)]]), torch.ones(1, 3)
+    assert router_gemm(a, b).tolist() == [[0]]  # float32 has no 2^30 + 1
+    monkeypatch.setattr(float32_matmul, "why_rounded", lambda a, b: "it would be")
+    assert router_gemm(a, b).tolist() == [[1]]
+    assert router_gemm(a, b).dtype == F32
 
 
 @pytest.mark.parametrize("op", OPS, ids=name_of)
@@ -167,8 +217,11 @@ def valid() -> dict[str, Any]:
 
 
 BAD = {  # argument, value, error, found, wanted; the fix where it is not the usual one
-    "a_fp32": ("a", torch.ones(1, 32), DtypeError, "a of float32", "bfloat16"),
-    "b_fp8": ("b", torch.ones(6, 32).to(torch.float8_e4m3fn), DtypeError, "float8", "bfloat16"),
+    "a_fp16": (
+        "a", torch.ones(1, 32).half(), DtypeError, "a of float16", "bfloat16 or float32"),
+    "b_fp8": (
+        "b", torch.ones(6, 32).to(torch.float8_e4m3fn), DtypeError, "float8",
+        "bfloat16 or float32"),
     "bias_int": ("bias", torch.ones(6).int(), DtypeError, "bias of int32", "bfloat16 or float16"),
     "a_scalar": (
         "a", torch.tensor(1.0).bfloat16(), RankError, "a of shape []", "at least 1 dimension",

@@ -94,7 +94,10 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "group_rows_triton", "idle", (torch.zeros(256, N, dtype=BF16), indices, 4)
     x, scale = torch.zeros(256, 4, K, dtype=FP8), torch.ones(256, 4, 56)
     yield "batched_block_scaled_mm_triton", "heads", (x, experts[0], scale, experts[2], BF16)
-    yield "router_gemm_triton", "router", (torch.zeros(4, K, dtype=BF16), b.to(BF16), None)
+    x = torch.zeros(4, K, dtype=BF16)
+    yield "router_gemm_triton", "router", (x, b.to(BF16), None)
+    yield "router_gemm_triton", "router fp32", (x.float(), b.float(), None)
+    yield "router_gemm_triton", "router mixed", (x, b.float(), None)
     # One tile for every M, that of 64 tokens.
     fp8, scale = torch.zeros(4, K, dtype=FP8), torch.ones(56, 4).t()
     yield "block_scaled_mm_triton", "invariant", (fp8, b, scale, scale_b, None, BF16, 64)

@@ -44,6 +44,11 @@ def router(x: Tensor) -> tuple[Any, ...]:
     return x, torch.randn(N, K).bfloat16(), torch.randn(N)
 
 
+def router_float32(x: Tensor) -> tuple[Any, ...]:
+    _, b, bias = router(x)
+    return x, b.float(), bias
+
+
 def contiguous(x: Tensor) -> tuple[Any, ...]:
     a, scale_a = quantize_fp8_groups(x)
     groups = torch.zeros(MANY, dtype=torch.int32)
@@ -92,6 +97,7 @@ OPS: dict[str, tuple[str, Callable[[Tensor], tuple[Any, ...]], Rows, int]] = {
     "block_scaled_mm, bf16": ("block_scaled_mm", block_scaled_bfloat16, first_rows((0, 0)), 0),
     "scaled_mm": ("scaled_mm", scaled, first_rows((0, 0), (2, 0)), 0),
     "router_gemm": ("router_gemm", router, first_rows((0, 0)), 0),
+    "router_gemm, fp32": ("router_gemm", router_float32, first_rows((0, 0)), 0),
     "contiguous": (
         "grouped_block_scaled_mm", contiguous, first_rows((0, 0), (2, 0), (4, 0)), 0),
     "masked": ("grouped_block_scaled_mm_masked", masked, masked_rows, 1),

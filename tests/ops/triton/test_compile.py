@@ -24,7 +24,7 @@ def test_for_ampere_ada_and_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == 3 * 29 - 4
+    assert len(made) == 3 * 31 - 4
     assert [x for x in made if x["spilled"]] == []
     for x in made:
         assert_order(x)
@@ -32,6 +32,9 @@ def test_for_ampere_ada_and_hopper(tmp_path: Path) -> None:
             continue  # no product
         if x["call"] == "router":
             assert "bf16.bf16" in x["mma"][0], x
+            continue
+        if x["kernel"] == "router_gemm_triton":
+            assert x["mma"] == [], x  # float32 is no matter for tensor cores: they round it to TF32
             continue
         few_rows = x["kernel"] == "block_scaled_mm_small_m" or x["call"].split()[0] in (
             "m=1",

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = [(BF16, BF16), (BF16, F32), (F32, BF16), (F32, F32)]
 SHAPES = [((1,), 8, 64), ((17,), 33, 130), ((2, 3), 5, 300), ((), 1, 1), ((20,), 32, 128)]
 
 
@@ -25,16 +27,34 @@ def check(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     assert got.dtype == torch.float32
     assert got.is_contiguous()
     assert got.shape == exact.shape
-    # Products of bfloat16 are exact in float32, and k of them are summed there, in any order.
+    # k products (of bfloat16 exact, of float32 rounded) are summed in float32, in any order.
     assert bool(((got - exact).abs() <= (a.shape[-1] + 4) * 2.0**-23 * magnitude).all())
 
 
 @pytest.mark.parametrize(("lead", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32], ids=str)
-def test_shapes(lead: tuple[int, ...], n: int, k: int, bias: Any, device: str) -> None:
-    a = torch.randn(*lead, k).bfloat16().to(device)
-    b = torch.randn(n, k).bfloat16().to(device)
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES, ids=str)
+def test_shapes(
+    lead: tuple[int, ...],
+    n: int,
+    k: int,
+    bias: Any,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    device: str,
+) -> None:
+    a = torch.randn(*lead, k).to(a_dtype).to(device)
+    b = torch.randn(n, k).to(b_dtype).to(device)
     check(a, b, None if bias is None else torch.randn(n).to(bias).to(device))
+
+
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), DTYPES[1:], ids=str)
+def test_float32_operands_are_not_rounded(
+    a_dtype: torch.dtype, b_dtype: torch.dtype, device: str
+) -> None:
+    a, b = torch.eye(1, 128).to(a_dtype), torch.ones(8, 128).to(b_dtype)
+    (a if a_dtype == F32 else b).mul_(1 + 2.0**-20)  # 1 in TF32 and in bfloat16
+    assert run(a.to(device), b.to(device), None).tolist() == [[1 + 2.0**-20] * 8]
 
 
 def test_any_strides(device: str) -> None:
