@@ -1,5 +1,6 @@
 """Custom ops: one file an op, one file a kernel. Imports torch, and nothing else of the package."""
 
+from compile_ext.ops.add_rms_norm import add_rms_norm
 from compile_ext.ops.add_rms_norm_quantize_fp8 import add_rms_norm_quantize_fp8
 from compile_ext.ops.block_scaled_mm import block_scaled_mm
 from compile_ext.ops.block_scaled_mm_m1 import block_scaled_mm_m1
@@ -15,6 +16,7 @@ from compile_ext.ops.quantize import (
     quantize_fp8_per_token,
 )
 from compile_ext.ops.registry import contract_of, register_contract
+from compile_ext.ops.rms_norm import rms_norm
 from compile_ext.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
 from compile_ext.ops.router_gemm import router_gemm
 from compile_ext.ops.router_gemm_m1 import router_gemm_m1
@@ -25,6 +27,7 @@ __all__ = [
     "Gemm",
     "OpContract",
     "Pad",
+    "add_rms_norm",
     "add_rms_norm_quantize_fp8",
     "block_scaled_mm",
     "block_scaled_mm_m1",
@@ -38,6 +41,7 @@ __all__ = [
     "quantize_fp8_groups",
     "quantize_fp8_per_token",
     "register_contract",
+    "rms_norm",
     "rms_norm_quantize_fp8",
     "router_gemm",
     "router_gemm_m1",

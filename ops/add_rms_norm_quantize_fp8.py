@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compile_ext.ops import checks, triton_support
+from compile_ext.ops import triton_support
+from compile_ext.ops.add_rms_norm import check_sum
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.define import Kernel, define_op, never
-from compile_ext.ops.rms_norm_quantize_fp8 import (
-    check_norm,
-    fake_quantized,
-    rms_norm_quantize_fp8_ref,
-)
+from compile_ext.ops.rms_norm_quantize_fp8 import fake_quantized, rms_norm_quantize_fp8_ref
 
 NAME = "add_rms_norm_quantize_fp8"
 
@@ -43,10 +40,7 @@ def _check(
     round_before_weight: bool,
     use_ue8m0: bool = False,
 ) -> None:
-    check_norm(NAME, x, weight)
-    checks.dtype_in(NAME, "residual", residual, (x.dtype,))
-    checks.shape_is(NAME, "residual", residual, tuple(x.shape))
-    checks.same_device(NAME, x=x, residual=residual)
+    check_sum(NAME, x, residual, weight)
 
 
 def _fake(
@@ -70,10 +64,11 @@ OP = define_op(
             "triton",
             triton_support.why_not,
             triton_support.run_of("rms_norm_quantize_fp8_triton", "run_add"),
+            prefetches=True,
         ),
         Kernel("reference", why_not=never, run=add_rms_norm_quantize_fp8_ref),
     ),
-    contract=OpContract(),
+    contract=OpContract(prewait_reads=("weight",)),
 )
 
 

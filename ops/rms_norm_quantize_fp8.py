@@ -17,22 +17,10 @@ from torch import Tensor
 from compile_ext.ops import checks, triton_support
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.define import Kernel, define_op, never
-from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import blocks_of, quantize_fp8_groups
+from compile_ext.ops.rms_norm import check_norm, rms_norm_ref
 
 NAME = "rms_norm_quantize_fp8"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def rms_norm_ref(x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool) -> Tensor:
-    """The specification of the norm; bit for bit what the common spellings give in eager mode."""
-    wide = x.float()
-    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return y.to(x.dtype)
-    if round_before_weight:
-        y = y.to(x.dtype).float()
-    return (y * weight.float()).to(x.dtype)
 
 
 def rms_norm_quantize_fp8_ref(
@@ -40,18 +28,6 @@ def rms_norm_quantize_fp8_ref(
 ) -> tuple[Tensor, Tensor]:
     """The specification: the norm, rounded to x's dtype, then quantized."""
     return quantize_fp8_groups(rms_norm_ref(x, weight, eps, round_before_weight), use_ue8m0)
-
-
-def check_norm(op: str, x: Tensor, weight: Tensor | None) -> None:
-    checks.dtype_in(op, "x", x, FLOATS)
-    checks.rank_is(op, "x", x, 2)
-    k = x.shape[1]
-    if checks.is_zero(k):
-        raise ShapeError(op, f"x of shape {list(x.shape)}", "k >= 1: a mean over k", "pass a row")
-    if weight is not None:
-        checks.dtype_in(op, "weight", weight, FLOATS)
-        checks.shape_is(op, "weight", weight, (k,))
-    checks.same_device(op, x=x, weight=weight)
 
 
 # torch hands on no default that ends a call: each function has it again.
@@ -81,11 +57,14 @@ OP = define_op(
     fake=_fake,
     kernels=(
         Kernel(
-            "triton", triton_support.why_not, triton_support.run_of("rms_norm_quantize_fp8_triton")
+            "triton",
+            triton_support.why_not,
+            triton_support.run_of("rms_norm_quantize_fp8_triton"),
+            prefetches=True,
         ),
         Kernel("reference", why_not=never, run=rms_norm_quantize_fp8_ref),
     ),
-    contract=OpContract(),
+    contract=OpContract(prewait_reads=("weight",)),
 )
 
 

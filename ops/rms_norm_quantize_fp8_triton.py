@@ -2,8 +2,8 @@
 
     r = 1 / sqrt(mean_k(x[k]^2) + eps);  y[k] = x[k] * r * weight[k];  q, scale = groups of 128 of y
 
-The row is held as [groups, 128], so that the mean reduces both axes and the scales one. Imports
-Triton.
+The row is held as [groups, 128], so that the mean reduces both axes and the scales one. The weight
+is loaded before the PDL wait, as in ``rms_norm_triton.py``. Imports Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compile_ext.ops.fp8_triton import e4m3_bytes, quantize
 from compile_ext.ops.quantize import blocks_of
@@ -32,14 +32,16 @@ def _rms_norm_quantize_kernel(  # type: ignore[no-untyped-def]
     USE_UE8M0: tl.constexpr, PDL: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        # Whoever is launched to start early may fetch its weight from here on; it waits for the
-        # rest of this kernel before it reads q.
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # whoever is launched to start early waits before it reads q
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     mask = k < K
     far = k.to(tl.int64)  # 64 bits: columns can lie far apart
+    if HAS_WEIGHT:
+        w = tl.load(weight + far * stride_weight, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
     dtype = x.dtype.element_ty
     value = tl.load(x + row * stride_x_m + far * stride_x_k, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
@@ -54,7 +56,7 @@ def _rms_norm_quantize_kernel(  # type: ignore[no-untyped-def]
     if HAS_WEIGHT:
         if ROUNDS:
             y = y.to(dtype).to(tl.float32)
-        y *= tl.load(weight + far * stride_weight, mask=mask, other=0.0).to(tl.float32)
+        y *= w.to(tl.float32)
     rounded, scales = quantize(y.to(dtype), 1, HAS_FP8, USE_UE8M0)
     if HAS_FP8:
         tl.store(q + row * K + k, rounded, mask=mask)
@@ -65,10 +67,16 @@ def _rms_norm_quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def run(
-    x: Tensor, weight: Tensor | None, eps: float, round_before_weight: bool, use_ue8m0: bool = False
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    use_ue8m0: bool = False,
+    *,
+    prefetch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     q, scale = fake_quantized(x)
-    _launch(x, None, weight, eps, round_before_weight, use_ue8m0, q, scale, None)
+    _launch(x, None, weight, eps, round_before_weight, use_ue8m0, q, scale, None, prefetch)
     return q, scale
 
 
@@ -79,10 +87,12 @@ def run_add(
     eps: float,
     round_before_weight: bool,
     use_ue8m0: bool = False,
+    *,
+    prefetch: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = fake_quantized(x)
     total = x.new_empty(x.shape)
-    _launch(x, residual, weight, eps, round_before_weight, use_ue8m0, q, scale, total)
+    _launch(x, residual, weight, eps, round_before_weight, use_ue8m0, q, scale, total, prefetch)
     return q, scale, total
 
 
@@ -96,6 +106,7 @@ def _launch(
     q: Tensor,
     scale: Tensor,
     total: Tensor | None,
+    prefetch: bool,
 ) -> None:
     m, k = x.shape
     if not m:
@@ -111,5 +122,5 @@ def _launch(
             weight.stride(0) if weight is not None else 0, scale.stride(1),
             ADDS=residual is not None, HAS_WEIGHT=weight is not None, ROUNDS=rounds,
             HAS_FP8=has_fp8(x), USE_UE8M0=use_ue8m0, PDL=has_pdl(x), GROUPS=groups,
-            num_warps=warps,
+            num_warps=warps, launch_pdl=prefetch and has_pdl(x),
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops.quantize import BLOCK, FP8_MAX, quantize_fp8_groups
-from compile_ext.ops.rms_norm_quantize_fp8 import rms_norm_ref
+from compile_ext.ops.rms_norm import rms_norm_ref
 from compile_ext.passes.norm_quantize.expression import (
     Expr,
     InputNumber,

@@ -279,6 +279,10 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
         (OWN.fp8_bmm.default, BATCHED, ("b", "scale_b"), None),
         (OWN.router_gemm.default, ROUTER, ("b", "bias"), OWN.router_gemm_m1.default),
         (OWN.router_gemm_m1.default, ROUTER, ("b", "bias"), None),
+        (OWN.rms_norm.default, None, ("weight",), None),
+        (OWN.add_rms_norm.default, None, ("weight",), None),
+        (OWN.rms_norm_quantize_fp8.default, None, ("weight",), None),
+        (OWN.add_rms_norm_quantize_fp8.default, None, ("weight",), None),
     ],
     ids=[
         "scaled_mm",
@@ -289,6 +293,10 @@ ROUTER = Gemm(a="a", b="b", bias="bias")
         "fp8_bmm",
         "router_gemm",
         "router_gemm_m1",
+        "rms_norm",
+        "add_rms_norm",
+        "rms_norm_quantize_fp8",
+        "add_rms_norm_quantize_fp8",
     ],
 )
 def test_contract_of_our_op(op, gemm, prewait_reads, m1_variant):

@@ -68,13 +68,17 @@ def block_scaled_mm_that_prefetches(m: int, n: int, k: int, bias: bool) -> tuple
     return *block_scaled_mm(m, n, k, bias), True
 
 
-def rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+def rms_norm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     x, weight = torch.randn(m, k).bfloat16(), torch.randn(k).bfloat16() if bias else None
     return x, weight, 1e-6, bias
 
 
-def add_rms_norm_quantize_fp8(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
-    return torch.randn(m, k).bfloat16(), *rms_norm_quantize_fp8(m, n, k, bias)
+def rms_norm_that_prefetches(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return *rms_norm(m, n, k, bias), True
+
+
+def add_rms_norm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return torch.randn(m, k).bfloat16(), *rms_norm(m, n, k, bias)
 
 
 def column_major(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
@@ -138,8 +142,11 @@ def others(report: ContractReport, device: str) -> set[str]:
         (router_gemm, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
         (router_gemm_float32, "router_gemm", ("m1_variant compile_ext.router_gemm_m1.default",)),
         (router_gemm_one, "router_gemm_m1", ()),
-        (rms_norm_quantize_fp8, "rms_norm_quantize_fp8", ()),
-        (add_rms_norm_quantize_fp8, "add_rms_norm_quantize_fp8", ()),
+        (rms_norm, "rms_norm", ()),
+        (rms_norm_that_prefetches, "rms_norm", ()),
+        (add_rms_norm, "add_rms_norm", ()),
+        (rms_norm, "rms_norm_quantize_fp8", ()),
+        (add_rms_norm, "add_rms_norm_quantize_fp8", ()),
         (column_major, "column_major", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",

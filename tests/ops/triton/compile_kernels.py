@@ -39,6 +39,7 @@ ORDER = r"griddepcontrol\.\w+|(?:ld|st)\.global"
 # The function of a call and its kernel, where they are not run and the module's only kernel.
 WAYS = {
     "heads": ("run_bmm", "_batched_kernel"),
+    "sum": ("run_add", "_rms_norm_kernel"),
     "groups": ("group_of_each_block", "_group_kernel"),
     "idle": ("zero_idle_rows", "_zero_kernel"),
 }
@@ -83,6 +84,8 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Kernel, a name for the call, and its arguments."""
     x, w = torch.zeros(4, K, dtype=BF16), torch.ones(K, dtype=BF16)
     yield "rms_norm_quantize_fp8_triton", "norm", (x, w, 1e-6, True)
+    yield "rms_norm_triton", "norm", (x, w, 1e-6, True)
+    yield "rms_norm_triton", "sum", (x, x, w, 1e-6, True)
     b, scale_b = torch.zeros(N, K, dtype=FP8), torch.ones(5, 56)
     x, scale = torch.zeros(256, K, dtype=FP8), torch.ones(56, 256).t()
     experts = torch.zeros(4, N, K, dtype=FP8), scale, torch.ones(4, 5, 56)
