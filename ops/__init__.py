@@ -20,6 +20,7 @@ from compile_ext.ops.rms_norm import rms_norm
 from compile_ext.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
 from compile_ext.ops.router_gemm import router_gemm
 from compile_ext.ops.router_gemm_m1 import router_gemm_m1
+from compile_ext.ops.router_topk import router_topk
 from compile_ext.ops.scaled_mm import scaled_mm
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "rms_norm_quantize_fp8",
     "router_gemm",
     "router_gemm_m1",
+    "router_topk",
     "scaled_mm",
 ]

@@ -59,6 +59,10 @@ class LayoutError(CompileExtError, ValueError):
     """A tensor's strides are not what the op needs."""
 
 
+class ArgumentError(CompileExtError, ValueError):
+    """A number or a name that the op does not take: a top_k of more experts than there are."""
+
+
 class GradError(CompileExtError, RuntimeError):
     """An input needs a gradient; the ops have none."""
 

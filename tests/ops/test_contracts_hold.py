@@ -81,6 +81,12 @@ def add_rms_norm(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return torch.randn(m, k).bfloat16(), *rms_norm(m, n, k, bias)
 
 
+def router_topk(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    groups = 4 if n % 4 == 0 else 1
+    choice = torch.randn(n) if bias else None, min(n, 8), "sigmoid", groups, min(groups, 2)
+    return torch.randn(m, n), *choice, 0.0, True, 2.5
+
+
 def column_major(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return (torch.rand(m, n),)
 
@@ -147,6 +153,7 @@ def others(report: ContractReport, device: str) -> set[str]:
         (add_rms_norm, "add_rms_norm", ()),
         (rms_norm, "rms_norm_quantize_fp8", ()),
         (add_rms_norm, "add_rms_norm_quantize_fp8", ()),
+        (router_topk, "router_topk", ()),
         (column_major, "column_major", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",

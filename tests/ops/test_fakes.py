@@ -24,6 +24,7 @@ from compile_ext.ops import (
     quantize_fp8_per_token,
     router_gemm,
     router_gemm_m1,
+    router_topk,
     scaled_mm,
 )
 
@@ -209,6 +210,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {  # one for each op and form of 
         torch.ones(3, 1, 2),
     ),
     "router_gemm": lambda x: router_gemm(x, B.bfloat16(), torch.ones(7)),
+    "router_topk": lambda x: router_topk(x[:, :50].float(), B[0, :50], top_k=7)[0],
     "router_gemm_3d": lambda x: router_gemm(x.unsqueeze(1), B.bfloat16()),
 }
 

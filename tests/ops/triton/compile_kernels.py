@@ -30,6 +30,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -101,6 +102,9 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "router_gemm_triton", "router", (x, b.to(BF16), None)
     yield "router_gemm_triton", "router fp32", (x.float(), b.float(), None)
     yield "router_gemm_triton", "router mixed", (x, b.float(), None)
+    x, bias = torch.zeros(1, 256), torch.zeros(256)
+    yield "router_topk_triton", "choice", (x, None, 8, "softmax", 1, 1, 0.0, True, 1.0)
+    yield "router_topk_triton", "choice of groups", (x, bias, 8, "sigmoid", 8, 4, 0.0, True, 2.5)
     # One tile for every M, that of 64 tokens.
     fp8, scale = torch.zeros(4, K, dtype=FP8), torch.ones(56, 4).t()
     yield "block_scaled_mm_triton", "invariant", (fp8, b, scale, scale_b, None, BF16, 64)
