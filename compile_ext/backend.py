@@ -61,6 +61,7 @@ def compile_ext_backend(
         parsed.poison,
         parsed.kernels,
         parsed.batch_invariant,
+        parsed.why_no_pdl(),
     )
     run_passes(ctx, parsed.disable)
 

@@ -17,6 +17,7 @@ PREFIX = "compile_ext."
 DISABLE_VARIABLE = "COMPILE_EXT_DISABLE"
 INNERS = ("inductor", "aot_eager", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_INDUCTOR_PDL = "triton.enable_pdl"
 _WHERE = "torch.compile(backend='compile_ext')"
 OWN_OPTIONS = {
     "compile_ext.batch_invariant": "True: a token gets the same bits from our ops whatever M is",
@@ -26,6 +27,7 @@ OWN_OPTIONS = {
     "compile_ext.kernels": 'a dict of ops and the kernel that runs them: {"scaled_mm": "triton"}',
     "compile_ext.memory_budget": "bytes for what is computed from weights once (default: pads, and"
     " other results up to 1/8 of the weights)",
+    "compile_ext.pdl": "False: no kernel is launched before the one in front of it has ended",
     "compile_ext.poison": "True: what an op does not read or overwrites is NaN, so that a false"
     " contract shows",
     "compile_ext.rehome": "False: weights keep their address, and a padded one is held twice",
@@ -46,6 +48,8 @@ class Options:
             for each op that has it.
         batch_invariant: whether no op may choose by M.
         memory_budget: bytes for derived constants, or None for the default.
+        pdl: whether kernels may be launched before the one in front has ended (programmatic
+            dependent launch).
         poison: whether what an op does not read, or overwrites, is NaN.
         rehome: whether a parameter may move into its padded buffer.
         inductor: Inductor's config patches, from the mode and from the options without our prefix.
@@ -55,6 +59,7 @@ class Options:
     check: bool = False
     inner: str = "inductor"
     memory_budget: int | None = None
+    pdl: bool = True
     poison: bool = False
     rehome: bool = True
     batch_invariant: bool = False
@@ -93,18 +98,32 @@ class Options:
                 "Inductor's options and modes only with inner='inductor'",
                 "leave one of the two out",
             )
+        pdl = _flag(own, "compile_ext.pdl", True)
         invariant = _flag(own, "compile_ext.batch_invariant", False)
         return Options(
             disable=_disabled(own.get("compile_ext.disable", ())),
             check=_flag(own, "compile_ext.check", False),
             inner=inner,
             memory_budget=budget,
+            pdl=pdl,
             poison=_flag(own, "compile_ext.poison", False),
             rehome=_flag(own, "compile_ext.rehome", True),
             batch_invariant=invariant,
             kernels=_kernels(own.get("compile_ext.kernels", {}), invariant),
-            inductor=_inductor(mode, rest) if inner == "inductor" else {},
+            inductor=_inductor(mode, rest, pdl) if inner == "inductor" else {},
         )
+
+    def why_no_pdl(self) -> str | None:
+        """Why none of our kernels may be launched before the one in front has ended, or None."""
+        if not self.pdl:
+            return "compile_ext.pdl is False"
+        if self.inner != "inductor":
+            return None
+        from torch._inductor import config
+
+        if self.inductor.get(_INDUCTOR_PDL, config.triton.enable_pdl):
+            return "triton.enable_pdl: kernels that Inductor launches early may not wait"
+        return None
 
 
 def _flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -146,8 +165,8 @@ def _kernels(value: Any, invariant: bool) -> dict[str, str]:
     return {**value, **dict.fromkeys(sorted(forced), batch_invariant.NAME)}
 
 
-def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    if mode in (None, "default") and not options:
+def _inductor(mode: str | None, options: dict[str, Any], pdl: bool) -> dict[str, Any]:
+    if mode in (None, "default") and not options and pdl:
         return {}
     from torch._inductor import config, list_mode_options
 
@@ -167,6 +186,8 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         ):
             raise _bad(name, value, wanted.__name__, f"pass a {wanted.__name__}")
         patches[attribute] = value
+    if not pdl and patches.setdefault(_INDUCTOR_PDL, False):
+        raise _bad(_INDUCTOR_PDL, True, "False with compile_ext.pdl = False", "leave one out")
     return patches
 
 

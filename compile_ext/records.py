@@ -92,7 +92,11 @@ def note_reset() -> None:
 
 
 def keep(record: GraphRecord, owner: Any) -> None:
-    """Let the record of a graph without weights live as long as what runs the graph."""
+    """Let the record of a graph without weights live as long as what runs the graph: of a wrapper
+    that keeps Dynamo out, Dynamo holds what is inside."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    owner = innermost_fn(owner)
     _KEPT[getattr(owner, "__self__", owner)] = record
 
 

@@ -44,6 +44,7 @@ class PassContext:
         poison: what an op does not read is NaN (``compile_ext.poison``).
         kernels: for an op, by its name without the namespace, the kernel that its calls name.
         batch_invariant: no rewrite may depend on M (``compile_ext.batch_invariant``).
+        why_no_pdl: why no kernel may be launched before the one in front has ended, or None.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
@@ -54,6 +55,7 @@ class PassContext:
     poison: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
     batch_invariant: bool = False
+    why_no_pdl: str | None = None
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.

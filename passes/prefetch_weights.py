@@ -5,14 +5,15 @@
 
 With programmatic dependent launch (PDL) a kernel begins before the one in front has ended, and
 waits for it before it reads what that one writes. What the contract names in ``prewait_reads``, the
-weight, may be read before the wait if no kernel that can still be running then writes it.
+weight, may be read before the wait if no kernel that can still be running then writes it. The
+kernels of GEMMs and norms do that; a norm without a weight just begins early.
 Legal: these arguments are inputs of the graph that it does not write, and the call computes with
 the numbers of an earlier one that starts without the attribute, so after everything in front of it
 has ended: a refresh of derived constants or a merge of adapters right before the graph, whoever
 wrote it. The first call of a graph is such a one. Numbers, not position: the compiler may reorder
 what is independent, and leave out a call whose result nobody computes with.
 Bails: the first call; a weight that the graph writes or computes; earlier calls that may have no
-tokens, and then launch no kernel.
+tokens, and then launch no kernel; ``compile_ext.pdl`` is False, or ``triton.enable_pdl`` True.
 Looks at nothing where the device has no PDL.
 """
 
@@ -57,12 +58,13 @@ def prefetch_weights(graph: Graph, ctx: PassContext) -> None:
             if is_behind and _computes(node, ctx):
                 behind.add(node)
             continue
-        assert call.contract.gemm is not None  # what a kernel prefetches is a GEMM's
-        ctx.entry(node, call.arguments[call.contract.gemm.b])
-        reason = ctx.stand_back(node) or _why_not(call, is_behind, prewait)
+        ctx.entry(node, call.arguments[call.contract.prewait_reads[0]])
+        reason = ctx.stand_back(node) or _why_not(call, is_behind, prewait, ctx)
         if is_behind or _starts_a_chain(call):
             behind.add(node)
         if reason:
+            if ctx.why_no_pdl is not None and call.arguments[PREFETCH]:
+                ctx.rewrite(call, {PREFETCH: False})
             ctx.skipped(node, reason)
             continue
         ctx.rewrite(call, {PREFETCH: True})
@@ -90,13 +92,15 @@ def _is_computation(op: OpOverload) -> bool:
 
 
 def _can_prefetch(call: OpCall) -> bool:
-    if PREFETCH not in call.arguments or call.contract.gemm is None:
+    if PREFETCH not in call.arguments or not call.contract.prewait_reads:
         return False
-    a = tensor(call.arguments[call.contract.gemm.a])
-    return a is not None and triton_support.has_pdl(a)
+    x = next((x for x in map(tensor, call.arguments.values()) if x is not None), None)
+    return x is not None and triton_support.has_pdl(x)
 
 
-def _why_not(call: OpCall, is_behind: bool, prewait: Prewait) -> str | None:
+def _why_not(call: OpCall, is_behind: bool, prewait: Prewait, ctx: PassContext) -> str | None:
+    if ctx.why_no_pdl is not None:
+        return ctx.why_no_pdl
     if call.arguments[PREFETCH]:
         return "the call says so itself"
     if not is_behind:

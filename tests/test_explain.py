@@ -260,3 +260,13 @@ def test_function_of_its_arguments_alone() -> None:
     assert (row.module, row.op) == ("_scaled_mm", "_scaled_mm")
     assert row.site is not None
     assert (row.site.n, row.site.k) == (48, 64)
+
+
+def test_a_graph_without_weights_under_inductor() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return compile_ext.ops.rms_norm(x.relu())
+
+    with torch.no_grad():
+        compiled = torch.compile(norm, backend="compile_ext")
+        compiled(torch.randn(2, 8))
+    assert compile_ext.explain(compiled).graphs == 1

@@ -14,7 +14,16 @@ from compile_ext.passes import PASS_NAMES
 
 def test_defaults() -> None:
     assert Options.parse() == Options(
-        frozenset(), False, "inductor", None, False, True, False, {}, {}
+        disable=frozenset(),
+        check=False,
+        inner="inductor",
+        memory_budget=None,
+        pdl=True,
+        poison=False,
+        rehome=True,
+        batch_invariant=False,
+        kernels={},
+        inductor={},
     )
 
 
@@ -52,6 +61,25 @@ def test_batch_invariant_names_the_kernel_of_each_op_that_has_it() -> None:
     }
 
 
+def test_no_pdl_holds_for_inductor_as_well() -> None:
+    got = Options.parse(options={"compile_ext.pdl": False})
+    assert got.inductor == {"triton.enable_pdl": False}
+    assert got.why_no_pdl() == "compile_ext.pdl is False"
+    eager = Options.parse(options={"compile_ext.pdl": False, "compile_ext.inner": "eager"})
+    assert eager.inductor == {}
+    assert eager.why_no_pdl() == "compile_ext.pdl is False"
+
+
+def test_inductors_pdl_rules_ours_out() -> None:
+    reason = "triton.enable_pdl: kernels that Inductor launches early may not wait"
+    assert Options.parse().why_no_pdl() is None
+    assert Options.parse(options={"triton.enable_pdl": True}).why_no_pdl() == reason
+    with torch._inductor.config.patch({"triton.enable_pdl": True}):
+        assert Options.parse().why_no_pdl() == reason
+        assert Options.parse(options={"triton.enable_pdl": False}).why_no_pdl() is None
+        assert Options.parse(options={"compile_ext.inner": "eager"}).why_no_pdl() is None
+
+
 def test_environment_adds_to_disable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILE_EXT_DISABLE", "specialize_m1, lower_router_linear")
     got = Options.parse(options={"compile_ext.disable": ["fold_weight_padding"]})
@@ -77,6 +105,11 @@ REFUSED = {
     "kernels beside batch_invariant": (
         {"compile_ext.batch_invariant": True, "compile_ext.kernels": {"scaled_mm": "triton"}},
         ["compile_ext.kernels", "for scaled_mm one of the two", "leave 'scaled_mm' out"],
+    ),
+    "pdl as text": ({"compile_ext.pdl": "no"}, ["compile_ext.pdl", "True or False"]),
+    "pdl of Inductor beside none": (
+        {"compile_ext.pdl": False, "triton.enable_pdl": True},
+        ["triton.enable_pdl = True", "False with compile_ext.pdl = False", "leave one out"],
     ),
     "batch_invariant as text": ({"compile_ext.batch_invariant": "yes"}, ["True or False"]),
     "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),

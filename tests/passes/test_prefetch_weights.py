@@ -1,7 +1,8 @@
-"""prefetch_weights: which GEMMs may fetch their weight before the kernel in front has ended."""
+"""prefetch_weights: which kernels may fetch their weight before the one in front has ended."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import compile_ext
 from compile_ext.layers import BlockFp8Linear
 from compile_ext.ops import block_scaled_mm, quantize_fp8_blocks, triton_support
 
@@ -134,6 +136,19 @@ def test_off(rewrite: Any) -> None:
     assert "True" not in got.graph
 
 
+def test_without_the_option_nothing_starts_early(rewrite: Any) -> None:
+    op = torch.ops.compile_ext.block_scaled_mm
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        three = self.three
+        y = self.two(self.one(x))
+        return op(y, three.weight, None, three.weight_scale, None, torch.bfloat16, True)
+
+    got = rewrite(Model(body), tokens(3), options={"compile_ext.pdl": False})
+    assert got.of(PASS) == [(False, "compile_ext.pdl is False")] * 3
+    assert "True" not in got.graph
+
+
 def test_nothing_is_looked_at_without_pdl(rewrite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "has_pdl", lambda x: False)
     got = rewrite(Model(lambda self, x: self.two(self.one(x))), tokens(1))
@@ -222,3 +237,102 @@ def test_a_first_call_that_prefetches_itself_starts_no_chain(rewrite: Any) -> No
 
     got = rewrite(Model(body), tokens(3))
     assert got.of(PASS) == [(False, "the call says so itself"), FIRST]
+
+
+# ---- norms, and weights that the graph writes ----------------------------------------------------
+
+OPS = torch.ops.compile_ext
+
+
+class Normed(nn.Module):
+    """``body(self, *activations)`` with a norm's weight, a router's, and an adapter for each."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.norm = nn.Parameter(torch.randn(K).bfloat16(), requires_grad=False)
+        self.router = nn.Parameter(torch.randn(8, K).bfloat16(), requires_grad=False)
+
+    def forward(self, *activations: Tensor) -> Any:
+        return self.body(self, *activations)
+
+
+def test_a_norm_starts_a_chain_and_is_behind_one(rewrite: Any) -> None:
+    def body(self: Normed, x: Tensor) -> Tensor:
+        first = OPS.rms_norm(x, self.norm, 1e-6, True)
+        y, total = OPS.add_rms_norm(first, x, self.norm, 1e-6, True)
+        return y * total
+
+    got = rewrite(Normed(body), tokens(1))
+    assert got.of(PASS) == [FIRST, FIRED]
+    assert_expected_inline(
+        got.graph,
+        """\
+arg0: bfloat16[128]
+arg1: bfloat16[1, 128]
+%0: bfloat16[1, 128] = compile_ext::rms_norm(arg1, arg0, 1e-06, True)
+%1 = compile_ext::add_rms_norm(%0, arg1, arg0, 1e-06, True, True)
+%2: bfloat16[1, 128] = getitem(%1, 0)
+%3: bfloat16[1, 128] = getitem(%1, 1)
+%4: bfloat16[1, 128] = mul(%2, %3)
+return [%4]""",
+    )
+
+
+def test_a_norm_without_a_weight_may_start_early(rewrite: Any) -> None:
+    def body(self: Normed, x: Tensor) -> Any:
+        return OPS.rms_norm(OPS.rms_norm(x, None, 1e-6, True), None, 1e-6, True)
+
+    assert rewrite(Normed(body), tokens(1)).of(PASS) == [FIRST, FIRED]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_norm_whose_weight_the_graph_computes(rewrite: Any, quantized: bool) -> None:
+    op = OPS.rms_norm_quantize_fp8 if quantized else OPS.rms_norm
+
+    def body(self: Normed, x: Tensor, scale: Tensor) -> Any:
+        first = OPS.rms_norm(x, self.norm, 1e-6, True)
+        return op(first, self.norm * scale, 1e-6, True)
+
+    got = rewrite(Normed(body), tokens(1), tokens(1)[0])
+    assert got.of(PASS) == [FIRST, (False, "weight is not an input of the graph")]
+
+
+def in_place(self: Normed, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return self.norm.add_((a @ b)[0]), self.router.add_(a @ b)
+
+
+def out_of_place(self: Normed, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return self.norm + (a @ b)[0], self.router + a @ b
+
+
+@pytest.mark.parametrize(
+    ("merge", "reason"),
+    [(in_place, "the graph writes {}"), (out_of_place, "{} is not an input of the graph")],
+    ids=["in place", "out of place"],
+)
+def test_adapters_that_are_merged_in_the_graph(merge: Any, reason: str) -> None:
+    """LoRA, ``w + A @ B`` on each call: nothing reads w before that has ended."""
+
+    def body(self: Normed, x: Tensor, a: Tensor, b: Tensor) -> Any:
+        norm, router = merge(self, a, b)
+        y = OPS.rms_norm(OPS.rms_norm(x, None, 1e-6, True), norm, 1e-6, True)
+        return OPS.router_gemm(y, router, None)
+
+    model = Normed(body)
+    plain = copy.deepcopy(model)
+    # Small integers: their products and sums are exact in any order.
+    a, b = (torch.randint(-2, 3, shape).bfloat16() for shape in ((8, 4), (4, K)))
+    compiled = torch.compile(model, backend="compile_ext")
+    with torch.no_grad():
+        for _ in range(3):  # in place, each call adds to the weights
+            x = tokens(1)
+            assert torch.equal(compiled(x, a, b), plain(x, a, b))
+    said = {
+        (d.pass_name, d.fired, d.detail)
+        for row in compile_ext.explain(compiled).rows
+        for d in row.decisions
+    }
+    assert (PASS, False, reason.format("weight")) in said
+    assert ("specialize_m1", False, reason.format("b")) in said
+    assert not any(fired for name, fired, _ in said if name in (PASS, "specialize_m1"))
