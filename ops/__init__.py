@@ -18,6 +18,8 @@ from compile_ext.ops.quantize import (
 from compile_ext.ops.registry import contract_of, register_contract
 from compile_ext.ops.rms_norm import rms_norm
 from compile_ext.ops.rms_norm_quantize_fp8 import rms_norm_quantize_fp8
+from compile_ext.ops.rms_norm_router import rms_norm_router
+from compile_ext.ops.rms_norm_router_topk import rms_norm_router_topk
 from compile_ext.ops.router_gemm import router_gemm
 from compile_ext.ops.router_gemm_m1 import router_gemm_m1
 from compile_ext.ops.router_topk import router_topk
@@ -44,6 +46,8 @@ __all__ = [
     "register_contract",
     "rms_norm",
     "rms_norm_quantize_fp8",
+    "rms_norm_router",
+    "rms_norm_router_topk",
     "router_gemm",
     "router_gemm_m1",
     "router_topk",

@@ -14,6 +14,7 @@ published with it takes the sum of the best two for the score of a group.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,23 +69,13 @@ def _first_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k].contiguous(), indices[..., :k].contiguous()
 
 
-def _check(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scores: str,
-    groups: int,
-    top_groups: int,
-    masked: float,
-    renormalize: bool,
-    scale: float,
-) -> None:
+def _check(logits: Tensor, bias: Tensor | None, *choice: Any) -> None:
     checks.dtype_in(NAME, "logits", logits, (torch.float32,))
     if logits.dim() == 0:
         raise RankError(
             NAME, "logits of shape []", "at least 1 dimension", "pass logits as [..., n]"
         )
-    check_choice(NAME, "bias", bias, logits.shape[-1], top_k, scores, groups, top_groups)
+    check_choice(NAME, "bias", bias, logits.shape[-1], *choice)
     checks.same_device(NAME, logits=logits, bias=bias)
 
 
@@ -97,6 +88,7 @@ def check_choice(
     scores: str,
     groups: int,
     top_groups: int,
+    *_: Any,
 ) -> None:
     """Check a choice among n experts; ``name`` is that of its bias in the op."""
     if bias is not None:
@@ -121,17 +113,7 @@ def fake_choice(x: Tensor, lead: tuple[checks.Size, ...], top_k: int) -> tuple[T
     return weights, x.new_empty(*lead, top_k, dtype=torch.int64)
 
 
-def _fake(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scores: str,
-    groups: int,
-    top_groups: int,
-    masked: float,
-    renormalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *choice: Any) -> tuple[Tensor, Tensor]:
     return fake_choice(logits, logits.shape[:-1], top_k)
 
 

@@ -87,6 +87,16 @@ def router_topk(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return torch.randn(m, n), *choice, 0.0, True, 2.5
 
 
+def rms_norm_router(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    x, weight, *norm = rms_norm(1, n, k, bias)
+    residual = torch.randn(1, k).bfloat16() if n % 2 else None
+    return x, residual, weight, *norm, *router_gemm(1, n, k, bias)[1:]
+
+
+def rms_norm_router_topk(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    return *rms_norm_router(m, n, k, bias), *router_topk(m, n, k, bias)[1:]
+
+
 def column_major(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return (torch.rand(m, n),)
 
@@ -154,6 +164,8 @@ def others(report: ContractReport, device: str) -> set[str]:
         (rms_norm, "rms_norm_quantize_fp8", ()),
         (add_rms_norm, "add_rms_norm_quantize_fp8", ()),
         (router_topk, "router_topk", ()),
+        (rms_norm_router, "rms_norm_router", ()),
+        (rms_norm_router_topk, "rms_norm_router_topk", ()),
         (column_major, "column_major", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",
