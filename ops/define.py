@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from compile_ext.ops import checks, device_tables
+from compile_ext.ops.compile_unit import CompileUnits
 from compile_ext.ops.contract import Gemm, OpContract, m_of_gemm
 from compile_ext.ops.errors import GradError, KernelError, KernelUnavailable
 from compile_ext.ops.registry import register_contract
@@ -42,6 +43,8 @@ class Kernel:
             checked by the op. May raise KernelUnavailable before it has launched what counts.
         prefetches: whether ``run`` takes a keyword ``prefetch``. Where it is True, no kernel that
             may still be running writes what the contract names in ``prewait_reads``.
+        compile_units: what has to be compiled before it runs the calls of a site. None: it compiles
+            nothing, or cannot say what.
         failures: why it gave up in the middle of a call, by device.
     """
 
@@ -49,6 +52,7 @@ class Kernel:
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
     prefetches: bool = False
+    compile_units: CompileUnits | None = None
     failures: dict[torch.device, str] = field(default_factory=dict)
 
     def give_up(self, device: torch.device, reason: str) -> None:

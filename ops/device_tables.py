@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compile_ext.ops import deep_gemm_support, kernel_table
+from compile_ext.ops import cache_folder, deep_gemm_support, kernel_table
 from compile_ext.ops.errors import TableError
 from compile_ext.ops.kernel_table import Row, Table
 
@@ -119,9 +119,7 @@ def tables_of(index: int) -> DeviceTables:
 
 def user_file(here: Machine) -> Path:
     """Where ``compile-ext tune`` keeps what it has measured on this machine."""
-    from platformdirs import user_cache_path  # not at import time: only where a GPU is
-
-    return user_cache_path("compile_ext") / "kernel_tables" / here.file_name
+    return cache_folder.cache_folder() / "kernel_tables" / here.file_name
 
 
 def fits(table: Table, here: Machine) -> bool:

@@ -92,6 +92,10 @@ class KernelUnavailable(Exception):
     The text is the reason. The dispatcher takes the next kernel, for this call and later ones."""
 
 
+class CudaError(CompileExtError, RuntimeError):
+    """The CUDA driver refuses a launch, or an earlier kernel has failed."""
+
+
 class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 
