@@ -6,6 +6,7 @@ graph; the ops are in :mod:`compile_ext.ops`, the layers that use them in :mod:`
 
 from compile_ext import ops
 from compile_ext.explain import explain, sites
+from compile_ext.marks import mark_router
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.registry import register_contract
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "Row",
     "explain",
+    "mark_router",
     "ops",
     "prepare",
     "refresh",

@@ -19,7 +19,7 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 
-from compile_ext import homes, records
+from compile_ext import homes, marks, records
 from compile_ext.bindings import Table
 from compile_ext.check import checked
 from compile_ext.derived import constants
@@ -62,6 +62,8 @@ def compile_ext_backend(
         parsed.kernels,
         parsed.batch_invariant,
         parsed.why_no_pdl(),
+        parsed.bf16_router,
+        marks.positions(inputs),
     )
     run_passes(ctx, parsed.disable)
 

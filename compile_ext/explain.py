@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_ext import records
+from compile_ext import marks, records
 from compile_ext.backend import compile_ext_backend
 from compile_ext.bindings import Binding
 from compile_ext.ops.define import definitions
@@ -52,14 +52,16 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
             "a model that was compiled and called, or example arguments",
             "call the compiled model once, or explain(model, *example_arguments)",
         )
-    rows = dict.fromkeys(row for record in alive for row in _rows(record, names))
+    disabled = tuple(dict.fromkeys(p for r in alive for p in r.report.disabled))
+    rows = list(dict.fromkeys(row for record in alive for row in _rows(record, names)))
+    rows += marks.unnamed(rows, names, disabled)
     return Report(
         rows=tuple(sorted(rows, key=_order)),
         fallbacks=fallbacks,
         graphs=len(alive),
         pass_seconds=sum(sum(r.report.seconds.values()) for r in alive),
         compile_seconds=_compile_seconds(alive),
-        disabled=tuple(dict.fromkeys(p for r in alive for p in r.report.disabled)),
+        disabled=disabled,
         metrics_full=full,
     )
 

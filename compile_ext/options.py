@@ -21,6 +21,8 @@ _INDUCTOR_PDL = "triton.enable_pdl"
 _WHERE = "torch.compile(backend='compile_ext')"
 OWN_OPTIONS = {
     "compile_ext.batch_invariant": "True: a token gets the same bits from our ops whatever M is",
+    "compile_ext.bf16_router": "True: a router that the model computes in float32 multiplies"
+    " bfloat16, and adds in float32",
     "compile_ext.disable": "a list of passes to leave out",
     "compile_ext.check": "True: on the first call, compare the rewritten graph with the original",
     "compile_ext.inner": f"what compiles the rewritten graph: {', '.join(INNERS)}",
@@ -47,6 +49,7 @@ class Options:
         kernels: for an op, the one kernel that may run its calls; with batch_invariant, that one
             for each op that has it.
         batch_invariant: whether no op may choose by M.
+        bf16_router: whether a router in float32 may multiply bfloat16.
         memory_budget: bytes for derived constants, or None for the default.
         pdl: whether kernels may be launched before the one in front has ended (programmatic
             dependent launch).
@@ -63,6 +66,7 @@ class Options:
     poison: bool = False
     rehome: bool = True
     batch_invariant: bool = False
+    bf16_router: bool = False
     kernels: dict[str, str] = field(default_factory=dict)
     inductor: dict[str, Any] = field(default_factory=dict)
 
@@ -109,6 +113,7 @@ class Options:
             poison=_flag(own, "compile_ext.poison", False),
             rehome=_flag(own, "compile_ext.rehome", True),
             batch_invariant=invariant,
+            bf16_router=_flag(own, "compile_ext.bf16_router", False),
             kernels=_kernels(own.get("compile_ext.kernels", {}), invariant),
             inductor=_inductor(mode, rest, pdl) if inner == "inductor" else {},
         )

@@ -100,6 +100,10 @@ class OptionError(CompileExtError, ValueError):
     """An unknown or ill-typed option of ``torch.compile(..., options=...)`` or its variables."""
 
 
+class MarkError(CompileExtError, ValueError):
+    """``mark_router`` of what has no weight, or more than one."""
+
+
 class NotCompiledError(CompileExtError, RuntimeError):
     """Something asks about a compilation that has not happened."""
 

@@ -45,6 +45,8 @@ class PassContext:
         kernels: for an op, by its name without the namespace, the kernel that its calls name.
         batch_invariant: no rewrite may depend on M (``compile_ext.batch_invariant``).
         why_no_pdl: why no kernel may be launched before the one in front has ended, or None.
+        bf16_router: a router in float32 may multiply bfloat16 (``compile_ext.bf16_router``).
+        marked: positions of the inputs that the user has marked as weights of routers.
         pass_name: the pass that runs; the pipeline sets it.
     """
 
@@ -56,6 +58,8 @@ class PassContext:
     kernels: Mapping[str, str] = field(default_factory=dict)
     batch_invariant: bool = False
     why_no_pdl: str | None = None
+    bf16_router: bool = False
+    marked: frozenset[int] = frozenset()
     report: GraphReport = field(default_factory=GraphReport)
     # For compile_ext.check: new node -> the node of the original graph that it stands for, and the
     # nodes that hold something else under their old name.
@@ -87,14 +91,16 @@ class PassContext:
             decisions.append(decision)
 
     def entry(self, node: Node, weight: Any = None) -> Entry:
-        """The report's entry of a candidate; ``weight`` names it (default: the node's first
-        parameter).
+        """The report's entry of a candidate, or of a parameter; ``weight`` names it (default: the
+        node's first parameter).
         """
+        weight = node if node.op == "placeholder" else weight
         roots = self.root_inputs(weight) if weight is not None else ()
         if not roots:
             roots = next((r for a in node.all_input_nodes if (r := self._static_roots(a))), ())
         target = node.args[0] if node.target in FUNCTIONALIZED else node.target
-        return self.report.entry(node, op_name(target), roots, module_hint(node))
+        op = "parameter" if node.op == "placeholder" else op_name(target)
+        return self.report.entry(node, op, roots, module_hint(node))
 
     def _static_roots(self, node: Node) -> tuple[int, ...]:
         roots = self.root_inputs(node)

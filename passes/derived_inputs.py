@@ -59,6 +59,10 @@ class DerivedInputs:
         """The placeholders that a derived one comes from; any other node comes from itself."""
         return self._origins[node].sources if node in self._origins else (node,)
 
+    def origin(self, node: Node) -> tuple[Sources, Derivation]:
+        """What a derived placeholder comes from, and how."""
+        return self._origins[node].sources, self._origins[node].how
+
     def derive(self, graph: Graph, sources: Sources, how: Derivation) -> Node:
         """The placeholder of this graph for ``how(*sources)``. A constant of a constant hangs on
         the parameters as well."""

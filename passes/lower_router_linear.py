@@ -1,13 +1,17 @@
-"""Give the router of a mixture-of-experts layer its own op: bfloat16 in, float32 logits out.
+"""Give the router of a mixture-of-experts layer its own op: float32 logits, never rounded.
 
     before: float(linear(x, w))                   after: router_gemm(x, w)
     before: softmax(linear(x, w), dtype=float32)  after: softmax(router_gemm(x, w), dtype=float32)
+    before: topk(linear(x, w))                    after: topk(bfloat16(router_gemm(x, w)))
+    before: linear(float(x), float(w))            after: router_gemm(x, float(w))
 
-Legal: x and w are bfloat16, N is at most 2048, and every reader of the linear converts it to
-float32 first. The logits are then not rounded to bfloat16 in between: closer to exact than the
-original, by up to 2^-9 relative.
-A candidate is a linear whose output becomes scores (see ``_is_candidate``); others are not listed.
-Bails: a reader that wants the bfloat16 logits, other dtypes, autocast, a gradient.
+In every spelling (``linears.py``). A candidate is a linear whose output becomes scores
+(``router_linear/candidates.py``), or that ``compile_ext.mark_router`` names; others are not listed.
+Legal: x and w are bfloat16 or float32, and N is at most 2048. Who converts the logits to float32
+reads those of the op: closer to exact than the original, by up to 2^-9 relative. Who reads them in
+bfloat16 gets them rounded, as before but for the order of the sum. A float32 product stays one of
+float32, unless ``compile_ext.bf16_router`` allows bfloat16 (``router_linear/operands.py``).
+Bails: other dtypes, a product of two activations, autocast, a gradient.
 """
 
 from __future__ import annotations
@@ -17,76 +21,66 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.readers import (
-    Linear,
-    is_choice,
-    is_score_step,
-    read_cast,
-    read_linear,
-    read_softmax,
-)
+from compile_ext.passes.linears import Linear, is_product
+from compile_ext.passes.readers import op_name
+from compile_ext.passes.router_linear.candidates import is_candidate, linear_at
+from compile_ext.passes.router_linear.logits import hand_out
+from compile_ext.passes.router_linear.marks import report_marked
+from compile_ext.passes.router_linear.operands import operands_of
 from compile_ext.passes.values import dtype_name, is_static, tensor
 
 MAX_EXPERTS = 2048  # a wider linear is a projection or an LM head
+_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
     for node in list(graph.nodes):
-        linear = read_linear(node)
-        if linear is None or not _is_candidate(node):
+        linear = None if node._erased else linear_at(node, ctx)
+        if linear is None or not is_candidate(node, linear, ctx):
             continue
         ctx.entry(node, linear.weight)
-        reason = ctx.stand_back(node) or _why_not(node, linear)
+        reason = ctx.stand_back(node) or ctx.stand_back(linear.product)
+        reason = reason or _why_not(node, linear, ctx)
         if reason:
             ctx.skipped(node, reason)
-            continue
-        ctx.fired(node, "logits stay in float32")
-        router = ctx.insert(node, ROUTER_GEMM, linear.x, linear.weight, linear.bias, like=node)
-        alone = len(node.users) == 1
-        for cast in [u for u in node.users if read_cast(u) is not None]:
-            # Beside other readers, a cast is a tensor of its own, which the graph may write.
-            ctx.replace(cast, router if alone else ctx.insert(cast, torch.clone, router))
-        ctx.replace(node, router)
+        else:
+            _lower(node, linear, ctx)
+    if graph is ctx.scopes[-1].graph:
+        report_marked(ctx)
 
 
-def _is_candidate(node: Node) -> bool:
-    """Whether a linear's output becomes scores: a choice of experts follows, or a float32 softmax,
-    or the graph hands it out after a cast to float32 (the choice is then in another graph).
-
-    A float32 cast alone is no sign of a router: the RMSNorm behind DeepSeek's q_a_proj has one too.
-    """
-    out = tensor(node)
-    widens = out is not None and out.dtype != torch.float32
-    seen: set[Node] = set()
-    todo = [node]
-    while todo:
-        at = todo.pop()
-        for user in at.users:
-            if is_choice(user) or read_softmax(user) == torch.float32:
-                return True
-            if user.op == "output" and widens and read_cast(at) == torch.float32:
-                return True
-            if is_score_step(user) and user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return False
+def _lower(node: Node, linear: Linear, ctx: PassContext) -> None:
+    what = operands_of(linear, node, ctx)
+    router = ctx.insert(node, ROUTER_GEMM, what.a, what.b, what.bias, like=node)
+    ctx.report.moved(node, router)
+    # Names of ops, before they are rewritten: another model gives its nodes other names.
+    dtype = tensor(node)
+    assert dtype is not None
+    rounded = dict.fromkeys(op_name(u.target) for u in hand_out(node, router, ctx))
+    said = f"logits in float32, {dtype_name(dtype)} for {', '.join(rounded)}"
+    details = [said if rounded else "logits stay in float32", *([what.note] if what.note else [])]
+    ctx.fired(router, "; ".join(details))
 
 
-def _reads_in_float32(user: Node) -> bool:
-    return torch.float32 in (read_cast(user), read_softmax(user))
-
-
-def _why_not(node: Node, linear: Linear) -> str | None:
-    x, weight = tensor(linear.x), tensor(linear.weight)
-    if x is None or weight is None or weight.dim() != 2:
+def _why_not(node: Node, linear: Linear, ctx: PassContext) -> str | None:
+    x, weight, out = tensor(linear.x), tensor(linear.weight), tensor(node)
+    if x is None or weight is None or out is None or weight.dim() != 2:
         return "its weight is not a matrix"
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return f"x is {dtype_name(x)} and the weight {dtype_name(weight)}, not bfloat16"
-    if not is_static(weight.shape[0]) or weight.shape[0] > MAX_EXPERTS:
-        return f"N={weight.shape[0]} is more than {MAX_EXPERTS}: not a router"
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        names = f"x is {dtype_name(x)} and the weight {dtype_name(weight)}"
+        return f"{names}, not bfloat16 or float32"
+    if out.dtype not in _DTYPES:
+        return f"the logits are {dtype_name(out)}"
+    n = weight.shape[0 if linear.layout == "nt" else 1]
+    if not is_static(n) or n > MAX_EXPERTS:
+        return f"N={n} is more than {MAX_EXPERTS}: not a router"
     if x.device != weight.device:
         return "x and the weight are on different devices"
-    others = [u for u in node.users if not _reads_in_float32(u)]
-    if others:
-        return f"{others[0].name} reads the bfloat16 logits"
+    if is_product(linear.product) and not _is_parameter(linear.weight, ctx):
+        return "a product with what is no parameter or buffer: not a router"
     return None
+
+
+def _is_parameter(weight: Node, ctx: PassContext) -> bool:
+    roots = ctx.root_inputs(weight)
+    return bool(roots) and all(map(ctx.is_static, roots))

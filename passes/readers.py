@@ -22,15 +22,6 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Linear:
-    """``x [..., k] @ weight [n, k].T + bias``."""
-
-    x: Node
-    weight: Node
-    bias: Node | None
-
-
-@dataclass(frozen=True)
 class PadCall:
     """``F.pad(x, pad, value=value)``: ``pad`` as there, last dimension first."""
 
@@ -50,7 +41,7 @@ def op_name(target: Any) -> str:
     return str(getattr(target, "_name", getattr(target, "__name__", target)))
 
 
-def _calls(node: Node, targets: set[Any]) -> bool:
+def calls(node: Node, targets: set[Any]) -> bool:
     """Whether a node calls one of these functions; a packet (``torch.ops.aten.linear``) counts as
     its overload.
     """
@@ -62,22 +53,9 @@ def _calls(node: Node, targets: set[Any]) -> bool:
     return target in targets
 
 
-def _get(node: Node, position: int, name: str, default: Any = None) -> Any:
+def get(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument, by position or by name."""
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-
-
-_LINEARS = {F.linear, aten.linear.default}  # F.linear is torch._C._nn.linear, Dynamo's name
-
-
-def read_linear(node: Node) -> Linear | None:
-    """A linear layer without its module: ``F.linear(x, weight, bias)``."""
-    if not _calls(node, _LINEARS):
-        return None
-    x, weight = _get(node, 0, "input"), _get(node, 1, "weight")
-    bias = _get(node, 2, "bias")
-    if not isinstance(x, Node) or not isinstance(weight, Node):
-        return None
-    return Linear(x, weight, bias)
 
 
 _CAST_METHODS = {
@@ -98,7 +76,7 @@ def read_cast(node: Node) -> torch.dtype | None:
             return _CAST_METHODS[node.target]
         if node.target in ("to", "type"):
             return _only_dtype(node)
-    return _only_dtype(node) if _calls(node, _CAST_FUNCTIONS) else None
+    return _only_dtype(node) if calls(node, _CAST_FUNCTIONS) else None
 
 
 def _only_dtype(node: Node) -> torch.dtype | None:
@@ -114,7 +92,7 @@ _SOFTMAXES = {F.softmax, torch.softmax, aten.softmax.int}
 
 def read_softmax(node: Node) -> torch.dtype | None:
     """The dtype in which a softmax computes: its ``dtype`` argument, else that of its input."""
-    if not _calls(node, _SOFTMAXES) and (node.op, node.target) != ("call_method", "softmax"):
+    if not calls(node, _SOFTMAXES) and (node.op, node.target) != ("call_method", "softmax"):
         return None
     dtypes = [x for x in (*node.args[1:], node.kwargs.get("dtype")) if isinstance(x, torch.dtype)]
     if dtypes:
@@ -153,7 +131,7 @@ def fill_value(node: Any) -> float | None:
     name = op_name(node.target).split("::")[-1]
     if name not in _VALUE_AT:
         return 1 if "ones" in name else 0
-    value = _get(node, _VALUE_AT[name], "s" if name == "scalar_tensor" else "fill_value")
+    value = get(node, _VALUE_AT[name], "s" if name == "scalar_tensor" else "fill_value")
     return value if isinstance(value, (int, float)) else None
 
 
@@ -164,9 +142,9 @@ def is_constant(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     is_write = node.op == "call_method" and node.target in ("fill_", "zero_", "__setitem__")
-    is_write |= _calls(node, {torch.fill_, torch.zero_, operator.setitem})
+    is_write |= calls(node, {torch.fill_, torch.zero_, operator.setitem})
     is_number = is_write and len(node.all_input_nodes) == 1
-    return is_fill(node) or is_number or (_calls(node, {torch.tensor}) and not node.all_input_nodes)
+    return is_fill(node) or is_number or (calls(node, {torch.tensor}) and not node.all_input_nodes)
 
 
 def is_empty(node: Any) -> bool:
@@ -179,7 +157,7 @@ def _makes(node: Node, functions: set[Any], methods: set[str]) -> bool:
         return False  # it fills a buffer that others see
     if node.op == "call_method":
         return node.target in methods
-    return _calls(node, functions)
+    return calls(node, functions)
 
 
 # Dynamo looks into F.pad and leaves what it calls.
@@ -189,12 +167,12 @@ _CONSTANT_PADS = {torch.constant_pad_nd, aten.constant_pad_nd.default}  # no mod
 
 def read_pad(node: Node) -> PadCall | None:
     """A constant pad with static widths that only grows its input."""
-    if not _calls(node, _PADS | _CONSTANT_PADS):
+    if not calls(node, _PADS | _CONSTANT_PADS):
         return None
-    constant = _calls(node, _CONSTANT_PADS)
-    x, pad = _get(node, 0, "input", node.kwargs.get("self")), _get(node, 1, "pad")
-    mode = "constant" if constant else _get(node, 2, "mode", "constant")
-    value = _get(node, 2 if constant else 3, "value")
+    constant = calls(node, _CONSTANT_PADS)
+    x, pad = get(node, 0, "input", node.kwargs.get("self")), get(node, 1, "pad")
+    mode = "constant" if constant else get(node, 2, "mode", "constant")
+    value = get(node, 2 if constant else 3, "value")
     if not isinstance(x, Node) or mode != "constant" or not isinstance(pad, (tuple, list)):
         return None
     if not all(type(p) is int and p >= 0 for p in pad):
@@ -202,6 +180,10 @@ def read_pad(node: Node) -> PadCall | None:
     if value is not None and not isinstance(value, (int, float)):
         return None
     return PadCall(x, tuple(pad), 0 if value is None else value)
+
+
+_TRANSPOSES = {torch.transpose, aten.transpose.int}
+_PERMUTES = {torch.permute, aten.permute.default}
 
 
 def read_transpose(node: Any) -> Node | None:
@@ -215,44 +197,49 @@ def read_transpose(node: Any) -> Node | None:
     rest = tuple(node.args[1:])
     if node.op == "call_method" and node.target == "t" and not rest:
         return source
-    if _calls(node, {torch.t, aten.t.default}):
+    if calls(node, {torch.t, aten.t.default}):
         return source
     if node.op == "call_function" and node.target is getattr and rest in (("T",), ("mT",)):
         return source
-    is_transpose = node.target == "transpose" or _calls(node, {torch.transpose, aten.transpose.int})
-    if is_transpose and sorted(d % 2 for d in rest if isinstance(d, int)) == [0, 1]:
-        return source
+    dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+    order = [d % 2 for d in dims if isinstance(d, int)]
+    if calls(node, _TRANSPOSES) or (node.op, node.target) == ("call_method", "transpose"):
+        return source if sorted(order) == [0, 1] else None
+    if calls(node, _PERMUTES) or (node.op, node.target) == ("call_method", "permute"):
+        return source if order == [1, 0] else None
     return None
 
 
 # What lies between a router's linear and the choice of experts: casts, scores, a bias, a new shape.
 _SCORE_METHODS = {
-    "softmax", "sigmoid", "add", "__add__", "view", "reshape", "flatten", "unflatten", "unsqueeze",
-    "squeeze", "contiguous",
+    "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "add", "__add__", "add_", "sub",
+    "masked_fill",
+    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous",
 }  # fmt: skip
 _SCORE_FUNCTIONS = _SOFTMAXES | {
-    torch.sigmoid, F.sigmoid, aten.sigmoid.default, operator.add,
-    torch.add, aten.add.Tensor, torch.reshape, torch.flatten, torch.unsqueeze,
+    torch.sigmoid, F.sigmoid, aten.sigmoid.default, torch.log_softmax, F.log_softmax, torch.tanh,
+    F.tanh, F.softplus, torch.sqrt, torch.add, aten.add.Tensor, operator.add, operator.iadd,
+    torch.sub, operator.sub, torch.masked_fill, torch.reshape, torch.flatten, torch.unsqueeze,
 }  # fmt: skip
+_SCALINGS = {operator.mul, operator.truediv, torch.mul, torch.div}
 _CHOICES = {torch.topk, aten.topk.default, torch.sort, torch.argmax, torch.max}
 
 
 def is_choice(node: Node) -> bool:
     """It picks the largest of its input: top-k, argmax, a sort."""
-    return _calls(node, _CHOICES) or (
+    return calls(node, _CHOICES) or (
         node.op == "call_method" and node.target in ("topk", "sort", "argmax", "max")
     )
 
 
 def is_score_step(node: Node) -> bool:
     """It keeps one value an expert: a cast, softmax, sigmoid, a bias, a factor, a new shape."""
-    if _calls(
-        node, {operator.mul, operator.truediv}
-    ):  # by a number: a product of tensors is no score
-        return len(node.all_input_nodes) == 1
-    if node.op == "call_method" and node.target in _SCORE_METHODS:
+    is_method = node.op == "call_method"
+    if calls(node, _SCALINGS) or (is_method and node.target in ("mul", "div")):
+        return len(node.all_input_nodes) == 1  # by a number: a product of tensors is no score
+    if is_method and node.target in _SCORE_METHODS:
         return True
-    return read_cast(node) is not None or _calls(node, _SCORE_FUNCTIONS)
+    return read_cast(node) is not None or calls(node, _SCORE_FUNCTIONS)
 
 
 # Views keep the identity of a weight: `w[expert]`, `w.view(...)` still name the parameter `w`.
@@ -275,13 +262,12 @@ def weight_source(value: Any) -> Node | None:
     return value if isinstance(value, Node) else None
 
 
-def _keeps_identity(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """A view of its first argument, or a copy that stands for one (``contiguous``)."""
     if node.op == "call_method" and node.target in _VIEW_METHODS:
         return True
-    if (
-        read_transpose(node) is not None
-        or read_cast(node) is not None
-        or read_pad(node) is not None
-    ):
-        return True
-    return _calls(node, _VIEW_FUNCTIONS)
+    return read_transpose(node) is not None or calls(node, _VIEW_FUNCTIONS)
+
+
+def _keeps_identity(node: Node) -> bool:
+    return is_view(node) or read_cast(node) is not None or read_pad(node) is not None

@@ -22,6 +22,7 @@ def test_defaults() -> None:
         poison=False,
         rehome=True,
         batch_invariant=False,
+        bf16_router=False,
         kernels={},
         inductor={},
     )
