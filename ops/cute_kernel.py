@@ -99,7 +99,6 @@ class CuteKernel:
     def key(self, parameters: Parameters, capability: device.Capability) -> Key:
         made_from = {
             "arch": cute_support.arch(capability),
-            "compile_ext": cute_support.release("compile-ext") or "",
             "parameters": repr(parameters),
             "source": source_hash(self.source, type(parameters).__module__),
         }
@@ -146,9 +145,10 @@ def _capability(index: int) -> device.Capability:
 
 @functools.cache
 def source_hash(kernel: str, parameters: str) -> str:
-    """Of all that a compiled kernel is written in: its module, what that imports of this package,
-    and the module of its parameters."""
-    files = {*_with_imports(f"{_PACKAGE}.{kernel}", set()), parameters}
+    """Of all of this package that decides what is compiled: the kernel's module and what that
+    imports, the module of its parameters, and how the compiler is called. Not of the release, which
+    a checkout has none of."""
+    files = {*_with_imports(f"{_PACKAGE}.{kernel}", set()), parameters, cute_compile.__name__}
     digest = hashlib.sha256()
     for module in sorted(files):
         digest.update(module.encode() + b"\0" + _source(module) + b"\0")

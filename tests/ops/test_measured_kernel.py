@@ -89,6 +89,7 @@ def test_of_leading_dimensions_m_is_the_product(monkeypatch: pytest.MonkeyPatch)
     assert router is not None
     rows = {("router_gemm", 8, 64): Ranges((6,), (6,), ("reference",))}
     monkeypatch.setattr(device_tables, "ranges_of", lambda index: rows)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with FakeTensorMode():
         a, b = torch.empty(2, 3, 64, device="cuda"), torch.empty(8, 64, device="cuda")
         fewer = torch.empty(2, 2, 64, device="cuda")

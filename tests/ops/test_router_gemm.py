@@ -66,7 +66,7 @@ def test_equals_the_formula_in_float32(lead, n, k, a_dtype, b_dtype, with_bias, 
     out = router_gemm(a, b, bias)
     assert out.dtype == torch.float32  # the bound then shows any rounding to bf16 on the way
     assert_gemm_close(out, oracle(a, b, bias), magnitude(a, b, bias), k)
-    by_row = OVERLOADS[router_gemm](a, b, bias, "batch_invariant")
+    by_row = OVERLOADS[router_gemm](a, b, bias, pinned="batch_invariant")
     assert_gemm_close(by_row, oracle(a, b, bias), magnitude(a, b, bias), k)
 
 
@@ -139,7 +139,7 @@ def matmul_precision(request):
 def test_float32_operands_are_never_rounded(op, kernel, a_dtype, b_dtype, matmul_precision):
     a, b = torch.eye(1, 64).to(a_dtype), torch.ones(32, 64).to(b_dtype)
     (a if a_dtype == F32 else b).mul_(1 + 2.0**-20)  # 1 in TF32 and in bfloat16
-    assert OVERLOADS[op](a, b, None, kernel).tolist() == [[1 + 2.0**-20] * 32]
+    assert OVERLOADS[op](a, b, None, pinned=kernel).tolist() == [[1 + 2.0**-20] * 32]
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda", "cuda"), ("cpu", "mkldnn")])

@@ -174,9 +174,8 @@ def test_a_child_that_starts_anew_has_our_ops_and_keeps_the_layout():
     op = torch.ops.compile_ext.router_gemm_m1.default
     a, b = torch.randn(1, 8).bfloat16(), torch.randn(6, 16).bfloat16()[::2, ::2]
     with Isolated("here", [op], [], fork=False, seconds=120) as child:
-        outcome = child.run(
-            "run", op, {"a": a, "b": b, "bias": None, "pinned": None}, ["cpu", "cpu"]
-        )
+        given = {"a": a, "b": b, "bias": None, "prefetch": False, "pinned": None}
+        outcome = child.run("run", op, given, ["cpu", "cpu"])
     assert isinstance(outcome, Outcome)
     assert torch.equal(outcome.results, router_gemm_m1(a, b))
     assert outcome.arguments["b"].stride() == (32, 2)
