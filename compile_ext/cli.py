@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
@@ -55,7 +56,8 @@ def doctor() -> None:
 
     table = Table("", "found", "for", "")
     for x in examine():
-        table.add_row(x.name, x.found or "-", x.use, x.reason or "ok")
+        # As text: rich takes the brackets of "pip install 'compile-ext[cuda]'" for a style.
+        table.add_row(*map(escape, (x.name, x.found or "-", x.use, x.reason or "ok")))
     Console().print(table)
 
 

@@ -82,7 +82,8 @@ class Report:
         with console.capture() as capture:
             console.print(self._table(box.ASCII2))
             for f in self.fallbacks:
-                console.print(f"{f.kind}: {f.where}: {f.reason}", highlight=False, soft_wrap=True)
+                text = f"{f.kind}: {f.where}: {f.reason}"
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
             if self.disabled:
                 console.print(f"switched off: {', '.join(self.disabled)}")
             if self.metrics_full:
@@ -96,6 +97,7 @@ class Report:
 
     def _table(self, frame: Box | None = None) -> Table:
         from rich import box
+        from rich.markup import escape
         from rich.table import Table
 
         counts = f"{_count(len(self.rows), 'candidate')} in {_count(self.graphs, 'graph')}"
@@ -112,7 +114,8 @@ class Report:
             lines += [f"  weight: {kind}" for kind in row.constants]
             lines += [f"- kernel {reason}" for reason in (s.passed_over if s else ())]
             size = (range_text(*s.m), str(s.n), str(s.k), s.kernel) if s else ("", "", "", "")
-            table.add_row(module, row.op.removeprefix("compile_ext::"), *size, "\n".join(lines))
+            texts = module, row.op.removeprefix("compile_ext::"), *size, "\n".join(lines)
+            table.add_row(*map(escape, texts))  # brackets are no styles
         return table
 
 

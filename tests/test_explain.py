@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import compile_ext
 from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops.errors import NotCompiledError
+from compile_ext.passes import Decision
+from compile_ext.report import Fallback, Report, Row
 
 EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
 
@@ -270,3 +272,11 @@ def test_a_graph_without_weights_under_inductor() -> None:
         compiled = torch.compile(norm, backend="compile_ext")
         compiled(torch.randn(2, 8))
     assert compile_ext.explain(compiled).graphs == 1
+
+
+def test_brackets_are_printed() -> None:
+    text = "b of shape [n, k]: pip install 'compile-ext[cuda]'"
+    row = Row("experts[gate]", "mylib::op", None, (Decision("a_pass", False, text),))
+    report = Report((row,), (Fallback("a.py:1 in f", "graph break", text),), 1, 0.0, 0.0, (), False)
+    assert "experts[gate]" in str(report)
+    assert str(report).count(text) == 2
