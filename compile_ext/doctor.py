@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from compile_ext.ops import deep_gemm_support, device_tables, triton_support
+from compile_ext.ops import cute_support, deep_gemm_support, device_tables, triton_support
 from compile_ext.ops.define import definitions
 from compile_ext.ops.device_tables import DeviceTables
 from compile_ext.ops.kernel_table import Table
@@ -41,6 +41,7 @@ def examine() -> list[Finding]:
         _triton(),
         _toolkit(),
         _deep_gemm(),
+        _cute_dsl(),
         *_kernel_tables(),
         *_failures(),
     ]
@@ -80,6 +81,13 @@ def _deep_gemm() -> Finding:
     return Finding(
         "DeepGEMM", _version(deep_gemm_support.PACKAGE), use, deep_gemm_support.why_not()
     )
+
+
+def _cute_dsl() -> Finding:
+    """Not of the kernels on disk, which run without it: which ones a model needs is not known."""
+    found, use = cute_support.compiler(), "routers of few tokens on Hopper"
+    reason = f"{cute_support.INSTALL}, if the kernels are not on disk" if found is None else None
+    return Finding("CuTe DSL", found or "", use, reason)
 
 
 def _kernel_tables() -> Iterator[Finding]:

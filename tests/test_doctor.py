@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from compile_ext.cli import app
 from compile_ext.doctor import Finding, examine
-from compile_ext.ops import deep_gemm_support, device_tables, triton_support
+from compile_ext.ops import cute_support, deep_gemm_support, device_tables, triton_support
 from compile_ext.ops.device_tables import DeviceTables, Machine
 from compile_ext.ops.kernel_table import Table
 
@@ -52,6 +52,13 @@ def test_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(found("Triton").reason).startswith("pip install triton")
     monkeypatch.setattr(triton_support, "is_installed", lambda: True)
     assert found("Triton").reason is None
+
+
+def test_cute_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cute_support, "compiler", lambda: None)
+    assert str(found("CuTe DSL").reason).startswith("pip install 'compile-ext[cuda]'")
+    monkeypatch.setattr(cute_support, "compiler", lambda: "4.8.1+cu13")
+    assert (found("CuTe DSL").found, found("CuTe DSL").reason) == ("4.8.1+cu13", None)
 
 
 def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,19 +90,15 @@ def test_a_thread_without_a_context_gets_one(driver: Any, make_image: Any) -> No
 
 def test_threads_do_not_share_the_memory_of_a_launch(driver: Any, make_image: Any) -> None:
     kernel = CudaKernel(make_image(8), "P", block=32, cluster=1)
-    places = {}
-
-    def note(name: str) -> None:
-        kernel.launch(0, 1, (POINTER,), pdl=False)
-        places[name] = {id(x) for x in vars(kernel._buffers).values()}
-
-    thread = threading.Thread(target=note, args=("other",))
-    note("this")
-    mine = vars(kernel._buffers)["values"]
+    memory = []
+    thread = threading.Thread(target=lambda: memory.append(kernel._memory.of_thread))
     thread.start()
     thread.join()
-    assert id(mine) in places["this"]
-    assert id(mine) not in places["other"]
+    mine = kernel._memory.of_thread
+    assert mine is kernel._memory.of_thread
+    for name in ("parameters", "config_at", "pointers_at", "attributes"):
+        assert getattr(mine, name) is not getattr(memory[0], name)
+        assert getattr(mine, name) != getattr(memory[0], name)
 
 
 def test_loading_is_allowed_while_a_graph_is_captured(driver: Any, make_image: Any) -> None:
