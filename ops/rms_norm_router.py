@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks, router_gemm_spec
+from compile_ext.ops import checks, rms_norm_router_cute, router_gemm_spec, triton_support
 from compile_ext.ops.add_rms_norm import add_rms_norm_ref, check_sum
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
@@ -21,6 +21,8 @@ from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.rms_norm import check_norm, rms_norm_ref
 
 NAME = "rms_norm_router"
+# Of the Triton kernel, whose programs hold whole rows: 64 registers a row.
+MOST_FEATURES = 16384
 PARAMETERS = (
     "Tensor x, Tensor? residual, Tensor? weight, float eps, bool round_before_weight,"
     " Tensor b, Tensor? bias"
@@ -99,11 +101,36 @@ def _fake(
     return *fake_norm(x, residual), logits
 
 
+def _why_not_triton(x: Tensor, *_: object) -> str | None:
+    reason = triton_support.why_not(x)
+    if reason is None and not checks.at_most(x.shape[1], MOST_FEATURES):
+        reason = f"takes K up to {MOST_FEATURES}, K is {x.shape[1]}"
+    return reason
+
+
+KERNELS = (
+    # H200 (docs/benchmarks.md): 1.1 to 1.2 times as fast as the Triton kernel.
+    Kernel(
+        "cute",
+        rms_norm_router_cute.why_not,
+        rms_norm_router_cute.run,
+        prefetches=True,
+        compile_units=rms_norm_router_cute.compile_units,
+    ),
+    Kernel(
+        "triton",
+        _why_not_triton,
+        triton_support.run_of("rms_norm_router_triton"),
+        prefetches=True,
+    ),
+    Kernel("reference", why_not=never, run=rms_norm_router_ref),
+)
+
 OP = define_op(
     f"{NAME}({PARAMETERS}) -> (Tensor y, Tensor sum, Tensor logits)",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=rms_norm_router_ref),),
+    kernels=KERNELS,
     contract=OpContract(
         gemm=Gemm(a="x", b="b", bias="bias"), prewait_reads=("weight", "b", "bias")
     ),

@@ -1,53 +1,49 @@
-"""``router_gemm`` of one token in CuTe DSL: its weight is loaded while the kernel in front runs.
+"""``router_gemm`` of few tokens in CuTe DSL: the weight is loaded while the kernel in front runs.
 
-The host's side: which compile-time parameters a call has, and its launch. The kernel itself is in
-``router_gemm_cute_kernel``.
+The host's side: what can run, with which compile-time parameters, and the launch. One token goes to
+``router_dot_cute_kernel``, more to ``router_mma_cute_kernel``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import torch
 from torch import Tensor
 
-from compile_ext.ops import checks, cute_support
+from compile_ext.ops import checks, cute_support, router_cute_parameters, tma_rows
 from compile_ext.ops.compile_unit import CompileUnit, Site, Target
 from compile_ext.ops.contract import m_of
 from compile_ext.ops.cute_kernel import CuteKernel
+from compile_ext.ops.router_cute_parameters import VECTOR, DotParameters, MmaParameters
 
-VECTOR = 8  # bfloat16 values in 16 bytes, the most that a thread loads at once
-
-
-class Parameters(NamedTuple):
-    """Args:
-    k: input features, a multiple of VECTOR.
-    columns: output features of a CTA.
-    threads: of a CTA; they divide K.
-    prefetch: tiles of ``threads`` vectors of the weight that are loaded before the PDL wait.
-    has_bias: whether a bias, float32, is added.
-    """
-
-    k: int
-    columns: int
-    threads: int
-    prefetch: int
-    has_bias: bool
-
-    @property
-    def cluster(self) -> int:
-        return 1
-
-    def grid(self, n: int) -> int:
-        return -(-n // self.columns)
+MAX_TOKENS = 128
+# Of a call: each tile of tokens reads the weight anew. H200, with the norm, times as fast as
+# cuBLAS: 1.2 at 64 x 256 and K = 7168, 0.9 at 64 x 384; 1.4 at 16 x 896, 0.9 at 32 x 896.
+MAX_LOGITS = 16384
+DOT = CuteKernel("router_dot_cute_kernel", "RouterDot", "PPPPPPPPqfi")
+MMA = CuteKernel("router_mma_cute_kernel", "RouterMma", "PPPPqqii")
 
 
-KERNEL = CuteKernel("router_gemm_cute_kernel", "Router", "PPPPi")
+@functools.lru_cache(maxsize=4096)  # asked twice in each call
+def parameters(
+    m: int, n: int, k: int, bias: str | None
+) -> tuple[CuteKernel, DotParameters | MmaParameters] | str:
+    """The kernel of a call and its compile-time parameters, or why there is none."""
+    if not m or not n or not k:
+        return "a dimension is 0"
+    if k % VECTOR:
+        return f"takes K in multiples of {VECTOR}, K is {k}"
+    if m > MAX_TOKENS or m * n > MAX_LOGITS:
+        return f"takes up to {MAX_TOKENS} tokens and {MAX_LOGITS} logits, M is {m}, N is {n}"
+    if m > 1:
+        found = router_cute_parameters.mma(m, n, k, bias)
+        return (MMA, found) if found else _TOO_WIDE.format(k)
+    split = router_cute_parameters.split(n, k, has_norm=False)
+    return (DOT, DotParameters(k, split, bias)) if split else _TOO_WIDE.format(k)
 
 
-def parameters(n: int, k: int, has_bias: bool) -> Parameters:
-    """Those that a call runs with."""
-    return Parameters(k, 1 if n <= 256 else 2, 256, 4, has_bias)
+_TOO_WIDE = "a row of K = {} does not fit into the registers of a cluster"
 
 
 def why_not(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
@@ -56,38 +52,61 @@ def why_not(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
         return reason
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return "takes bfloat16"
-    n, k = (checks.known(x) for x in b.shape)
-    if checks.known(m_of(a)) != 1:
-        return "takes one token"
-    if n is None or k is None or k % VECTOR or not n * k:
-        return f"takes N and K that are known, K a multiple of {VECTOR}"
-    if not b.is_contiguous() or a.stride(-1) != 1:
-        return "takes contiguous operands"
-    return KERNEL.why_not(a, parameters(n, k, bias is not None))
+    m, n, k = checks.known(m_of(a)), *map(checks.known, b.shape)
+    if m is None or n is None or k is None:
+        return "chooses its configuration by M, N and K, of which one is symbolic"
+    found = parameters(m, n, k, name_of(bias))
+    if isinstance(found, str):
+        return found
+    if a.stride(-1) != 1 or b.stride(-1) != 1 or (bias is not None and bias.stride(0) != 1):
+        return "takes contiguous rows"
+    return tma_rows.why_not(a=a.reshape(m, k), b=b) or found[0].why_not(a, found[1])
 
 
 def run(a: Tensor, b: Tensor, bias: Tensor | None, *, prefetch: bool = False) -> Tensor:
     n, k = b.shape
+    m = m_of(a)
+    assert isinstance(m, int)
     out = a.new_empty(*a.shape[:-1], n, dtype=torch.float32)
-    added = None if bias is None else bias.float().contiguous()
-    a, b = _aligned(a), _aligned(b)
-    p = parameters(n, k, bias is not None)
-    start = 0 if added is None else added.data_ptr()
-    pointers = a.data_ptr(), b.data_ptr(), start, out.data_ptr()
-    KERNEL.launch(a, p, p.grid(n), *pointers, n, pdl=prefetch)
+    rows = a.reshape(m, k)
+    found = parameters(m, n, k, name_of(bias))
+    assert not isinstance(found, str)  # why_not saw to it
+    p = found[1]
+    at, row = address(bias), b.stride(0)
+    if isinstance(p, DotParameters):
+        # No norm, so no residual, weight, y and sum.
+        arguments = rows.data_ptr(), 0, 0, b.data_ptr(), at, 0, 0, out.data_ptr(), row, 0.0, n
+        DOT.launch(a, p, p.grid(n), *arguments, pdl=prefetch)
+    else:
+        strides = rows.stride(0), row
+        pointers = rows.data_ptr(), b.data_ptr(), at, out.data_ptr()
+        MMA.launch(a, p, p.grid(m, n), *pointers, *strides, m, n, pdl=prefetch)
     return out
 
 
 def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
-    if target.capability < cute_support.MIN_CAPABILITY or site.m[0] > 1:
+    """Of each token count that the site can have, up to ``max_tokens``."""
+    low, high = site.m[0], min(x for x in (site.m[1], max_tokens, MAX_TOKENS) if x is not None)
+    if target.capability < cute_support.MIN_CAPABILITY:
         return ()
-    if not isinstance(site.n, int) or not isinstance(site.k, int) or site.k % VECTOR:
+    if not isinstance(site.n, int) or not isinstance(site.k, int):
         return ()
     if (site.a_dtype, site.b_dtype) != ("bfloat16", "bfloat16"):
         return ()
-    return (KERNEL.unit(parameters(site.n, site.k, site.bias), target),)
+    found = {}
+    # The dtype of a bias is not in a site: any of the three.
+    for bias in ("bfloat16", "float16", "float32") if site.bias else (None,):
+        for m in range(max(1, low), high + 1):
+            made = parameters(m, site.n, site.k, bias)
+            if not isinstance(made, str):
+                found[made[1]] = made[0].unit(made[1], target)
+    return tuple(found.values())
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` where 16 bytes can be loaded at once: a slice may begin between such places."""
-    return x.clone() if x.data_ptr() % 16 else x
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def name_of(x: Tensor | None) -> str | None:
+    """Of its dtype."""
+    return None if x is None else str(x.dtype).removeprefix("torch.")

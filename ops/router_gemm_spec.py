@@ -11,11 +11,15 @@ from compile_ext.ops import (
     checks,
     float32_matmul,
     router_gemm_aten,
+    router_gemm_cute,
     triton_support,
 )
 from compile_ext.ops.contract import Gemm, OpContract, m_of
 from compile_ext.ops.define import Kernel, never
 from compile_ext.ops.errors import RankError
+
+# Of the Triton kernel for few: each one is a pass over the activation and the weight's registers.
+MOST_TOKENS = 8
 
 
 def router_gemm_ref(
@@ -50,7 +54,29 @@ def fake(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[0], dtype=torch.float32)
 
 
+def _why_not_small_m(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
+    reason = triton_support.why_not(a)
+    if reason is None and not checks.at_most(m_of(a), MOST_TOKENS):
+        reason = f"takes up to {MOST_TOKENS} tokens, M is {m_of(a)}"
+    return reason
+
+
 KERNELS = (
+    # H200, norm and router of one token (docs/benchmarks.md): 2.0 to 4.8 us, with the Triton kernel
+    # 1.9 to 5.1, with cuBLAS 7.5 to 10.2. What no table has measured runs in this order.
+    Kernel(
+        "cute",
+        router_gemm_cute.why_not,
+        router_gemm_cute.run,
+        prefetches=True,
+        compile_units=router_gemm_cute.compile_units,
+    ),
+    Kernel(
+        "triton_small_m",
+        _why_not_small_m,
+        triton_support.run_of("router_gemm_small_m_triton"),
+        prefetches=True,
+    ),
     Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
     Kernel("reference", why_not=never, run=router_gemm_ref),
     batch_invariant.kernel(triton_support.run_of("router_gemm_triton"), router_gemm_ref),

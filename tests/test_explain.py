@@ -82,6 +82,7 @@ def test_table() -> None:
 +-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+
 | layers.0-2.gate | router_gemm_m1     | 1 |  8 | 64 | reference | * lower_router_linear: logits stay in float32                           |
 |                 |                    |   |    |    |           | * specialize_m1: M == 1: compile_ext::router_gemm_m1                    |
+|                 |                    |   |    |    |           | - kernel cute, triton_small_m: runs on CUDA, the tensors are on cpu     |
 |                 |                    |   |    |    |           | - kernel aten: torch.mm(out_dtype=) runs on CUDA, the tensors are on    |
 |                 |                    |   |    |    |           | cpu                                                                     |
 +-----------------+--------------------+---+----+----+-----------+-------------------------------------------------------------------------+

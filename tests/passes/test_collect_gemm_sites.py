@@ -73,7 +73,10 @@ def test_fields() -> None:
         ),
         "gate": Site(
             op="compile_ext::router_gemm",
-            passed_over=(f"aten: torch.mm(out_dtype=) runs on CUDA, {on_cpu}",),
+            passed_over=(
+                f"cute, triton_small_m: runs on CUDA, {on_cpu}",
+                f"aten: torch.mm(out_dtype=) runs on CUDA, {on_cpu}",
+            ),
             n=8,
             k=144,
             a_dtype="bfloat16",

@@ -56,13 +56,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch, make_image: Any, cache: Path) -> I
 
 def kernel() -> CuteKernel:
     """As a new process has it."""
-    return CuteKernel("router_gemm_cute_kernel", "Router", "Pi")
+    return CuteKernel("router_dot_cute_kernel", "RouterDot", "Pi")
 
 
 def test_a_launch_compiles_loads_and_launches(driver: Any, compiler: Compiler) -> None:
     kernel().launch(on_cuda(), Parameters(7168), 33, 0x1000, 256, pdl=True)
-    module = "router_gemm_cute_kernel"
-    assert compiler.compiled == [(module, "Router", Parameters(7168), "sm_90a")]
+    module = "router_dot_cute_kernel"
+    assert compiler.compiled == [(module, "RouterDot", Parameters(7168), "sm_90a")]
     last = driver.last
     assert (last.grid[0], last.block[0], last.cluster[0], last.pdl) == (33, 128, 2, 1)
     assert struct.unpack("<Qi", bytes(last.params)[:12]) == (0x1000, 256)
