@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.passes.context import PassContext
@@ -40,7 +41,7 @@ def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
             continue
         ctx.entry(node, linear.weight)
         reason = ctx.stand_back(node) or ctx.stand_back(linear.product)
-        reason = reason or _why_not(node, linear, ctx)
+        reason = reason or _why_not(linear, ctx)
         if reason:
             ctx.skipped(node, reason)
         else:
@@ -62,15 +63,16 @@ def _lower(node: Node, linear: Linear, ctx: PassContext) -> None:
     ctx.fired(router, "; ".join(details))
 
 
-def _why_not(node: Node, linear: Linear, ctx: PassContext) -> str | None:
-    x, weight, out = tensor(linear.x), tensor(linear.weight), tensor(node)
-    if x is None or weight is None or out is None or weight.dim() != 2:
+def _why_not(linear: Linear, ctx: PassContext) -> str | None:
+    x, weight = tensor(linear.x), tensor(linear.weight)
+    if x is None or weight is None or weight.dim() != 2:
         return "its weight is not a matrix"
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         names = f"x is {dtype_name(x)} and the weight {dtype_name(weight)}"
         return f"{names}, not bfloat16 or float32"
-    if out.dtype not in _DTYPES:
-        return f"the logits are {dtype_name(out)}"
+    for name, found in (("x", x), ("the weight", weight)):
+        if is_traceable_wrapper_subclass(found):
+            return f"{name} is a tensor subclass ({type(found).__name__})"
     n = weight.shape[0 if linear.layout == "nt" else 1]
     if not is_static(n) or n > MAX_EXPERTS:
         return f"N={n} is more than {MAX_EXPERTS}: not a router"

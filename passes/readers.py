@@ -264,6 +264,8 @@ def weight_source(value: Any) -> Node | None:
 
 def is_view(node: Node) -> bool:
     """A view of its first argument, or a copy that stands for one (``contiguous``)."""
+    if any(isinstance(x, torch.dtype) for x in (*node.args, *node.kwargs.values())):
+        return False  # x.view(torch.int16)
     if node.op == "call_method" and node.target in _VIEW_METHODS:
         return True
     return read_transpose(node) is not None or calls(node, _VIEW_FUNCTIONS)

@@ -66,13 +66,27 @@ def test_a_view_of_both(rewrite: Any) -> None:
 arg0: bfloat16[16, 32]
 arg1: bfloat16[5, 32]
 %0: float32[5, 16] = compile_ext::router_gemm(arg1, arg0, None)
-%1: float32[5, 4, 4] = .view(%0, 5, 4, 4)
-%2: bfloat16[5, 4, 4] = .to(%1, bfloat16)
-%3: float32[5, 4, 4] = clone(%1)
-%4 = .topk(%2, 2)
-%5: bfloat16[5, 4, 2] = getitem(%4, 0)
-return [%3, %5]""",
+%1: bfloat16[5, 16] = .to(%0, bfloat16)
+%2: float32[5, 4, 4] = .view(%0, 5, 4, 4)
+%3: bfloat16[5, 4, 4] = .view(%1, 5, 4, 4)
+%4: float32[5, 4, 4] = clone(%2)
+%5 = .topk(%3, 2)
+%6: bfloat16[5, 4, 2] = getitem(%5, 0)
+return [%4, %6]""",
     )
+
+
+def test_outputs_that_share_memory_still_do() -> None:
+    def routed(x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w)
+        flat = y.flatten()
+        return y, flat, flat.softmax(-1, dtype=torch.float32)
+
+    model, x = Router(routed), tokens(5, 32)
+    options: dict[str, Any] = {"compile_ext.inner": "eager"}
+    with torch.no_grad():
+        y, flat, _ = torch.compile(model, backend="compile_ext", options=options)(x)
+    assert y.data_ptr() == flat.data_ptr()
 
 
 def test_casts_that_others_write_are_tensors_of_their_own(rewrite: Any) -> None:

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from router_model import IN_FLOAT32, LOGITS, PASS, Router, tokens
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import compile_ext
 
 
 def routed(x: Tensor, w: Tensor) -> Tensor:
@@ -95,18 +98,15 @@ def test_not_attention(rewrite: Any) -> None:
     assert got.of(PASS) == []
 
 
-def test_not_with_a_bias_in_float64(rewrite: Any) -> None:
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(16, 32).bfloat16())
-            self.b = nn.Parameter(torch.randn(16).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (F.linear(x, self.w) + self.b).topk(2)[0]
-
-    got = rewrite(Biased(), tokens(5, 32))
-    assert got.of(PASS) == [(False, "the logits are float64")]
+def test_not_a_tensor_subclass(rewrite: Any) -> None:
+    model = Router(routed)
+    model.w = nn.Parameter(TwoTensor(model.w.detach(), model.w.detach()), requires_grad=False)
+    with torch.no_grad():
+        options: dict[str, Any] = {"compile_ext.inner": "eager"}
+        torch.compile(model, backend="compile_ext", options=options)(tokens(5, 32))
+    [row] = compile_ext.explain(model).rows
+    [decision] = row.decisions
+    assert decision.detail == "the weight is a tensor subclass (TwoTensor)"
 
 
 def test_not_under_autocast(rewrite: Any) -> None:
@@ -143,7 +143,45 @@ def test_no_grad_inside_a_training_graph(rewrite: Any) -> None:
     assert got.of(PASS) == [IN_FLOAT32, (False, "it needs a gradient")]
 
 
-# ---- a bias that is none, or stays outside -------------------------------------------------------
+# ---- what stays outside of the op ----------------------------------------------------------------
+BIASES = {  # eager broadcasts them, or takes them in another dtype
+    "float64": (torch.randn(16).double(), lambda x, w, b: x @ w.t() + b),
+    "integers": (torch.arange(16), lambda x, w, b: b + x @ w.t()),
+    "a matrix": (torch.randn(5, 16).bfloat16(), lambda x, w, b: x @ w.t() + b),
+    "a number": (torch.randn(1).bfloat16(), lambda x, w, b: F.linear(x, w) + b),
+    "scaled": (torch.randn(16).bfloat16(), lambda x, w, b: torch.add(x @ w.t(), b, alpha=2)),
+}
+
+
+@pytest.mark.parametrize(("bias", "body"), BIASES.values(), ids=BIASES)
+def test_a_bias_that_the_op_does_not_take(rewrite: Any, bias: Tensor, body: Any) -> None:
+    model = Router(lambda x, w, b: body(x, w, b).topk(2)[0], bias=True)
+    model.bias = nn.Parameter(bias, requires_grad=False)
+    got = rewrite(model, tokens(5, 32), tolerance=4 * LOGITS)  # below 32
+    assert [fired for fired, _ in got.of(PASS)] == [True]
+    assert "arg1, None)" in got.graph or "arg0, None)" in got.graph
+    assert "bfloat16[5, 16] = .to(" in got.graph
+
+
+@pytest.mark.parametrize("bias", [torch.randn(1), torch.randn(5, 16)], ids=["one", "matrix"])
+def test_not_with_a_bias_that_is_broadcast(rewrite: Any, bias: Tensor) -> None:
+    model = Router(lambda x, w, b: F.linear(x, w, b).float(), bias=True)
+    model.bias = nn.Parameter(bias.bfloat16(), requires_grad=False)
+    assert rewrite(model, tokens(5, 32)).of(PASS) == []
+
+
+def test_bits_of_the_logits(rewrite: Any) -> None:
+    """A view with another dtype is no view of the numbers."""
+
+    def both(x: Tensor, w: Tensor) -> Any:
+        y = F.linear(x, w)
+        return y.topk(2)[0], y.view(torch.int16).float() > 0
+
+    model = Router(both)
+    got = rewrite(model, tokens(5, 32), tolerance=LOGITS)
+    assert got.of(PASS) == [(True, "logits in float32, bfloat16 for topk, view")]
+
+
 def test_a_bias_for_the_choice_alone(rewrite: Any) -> None:
     """Both the logits and their sum are read: the bias stays outside of the op."""
 
