@@ -65,8 +65,9 @@ def _mask_groups(c: Tensor, groups: int, top_groups: int, masked: float) -> Tens
 
 def _first_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``torch.topk``, whose order of equal values differs from device to device."""
-    values, indices = x.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k].contiguous(), indices[..., :k].contiguous()
+    values, indices = (y[..., :k] for y in x.sort(dim=-1, descending=True, stable=True))
+    # Not contiguous(): one row with the strides of the whole counts as such.
+    return values, indices.clone(memory_format=torch.contiguous_format)
 
 
 def _check(logits: Tensor, bias: Tensor | None, *choice: Any) -> None:

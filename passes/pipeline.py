@@ -18,6 +18,7 @@ from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
 from compile_ext.passes.fuse_norm_quantize import fuse_norm_quantize
 from compile_ext.passes.lower_router_linear import lower_router_linear
+from compile_ext.passes.lower_router_topk import lower_router_topk
 from compile_ext.passes.pin_kernels import pin_kernels
 from compile_ext.passes.prefetch_weights import prefetch_weights
 from compile_ext.passes.printer import print_graph
@@ -38,6 +39,7 @@ PASSES: tuple[Pass, ...] = (
     strip_placeholder_fills,  # after folding: a fill that fed a folded pad is gone by now
     lower_router_linear,  # makes the ops that specialize_m1 looks for
     specialize_m1,  # it only exchanges one op for another
+    lower_router_topk,  # behind the ops that the two have made
     prefetch_weights,  # after all rewrites: which call is the first of the graph is settled
     pin_kernels,  # after the ops are what they stay
     collect_gemm_sites,  # sees the graph as it is compiled

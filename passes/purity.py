@@ -67,9 +67,13 @@ def run_on_fakes(
     scopes: Sequence[Any],
     values: Mapping[Node, Any] | None = None,
     recorder: Recorder | None = None,
+    writes: bool = False,
 ) -> tuple[Any, list[OpOverload]] | None:
-    """The result of such a call, with ``values`` in the place of these nodes, and its ATen ops."""
-    if node.op not in ("call_function", "call_method") or written_arguments(node):
+    """The result of such a call, with ``values`` in the place of these nodes, and its ATen ops.
+    With ``writes`` also of one that writes what it is given, which had better be copies then."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if written_arguments(node) and not writes:
         return None
     if isinstance(node.target, HigherOrderOperator) or not _is_known(node.target):
         return None

@@ -106,7 +106,7 @@ class NodeExpressions:
         return found
 
     def _trace(self, node: Node) -> Trace | None:
-        key = _form(node)
+        key = form_of(node)
         if key not in self._traces:
             inputs = [x for x in map(tensor, node.all_input_nodes) if x is not None]
             trace = Trace(inputs)
@@ -148,7 +148,7 @@ def _namespace(target: OpOverload | OpOverloadPacket) -> str:
     return str(target._qualified_op_name).split("::")[0]
 
 
-def _form(node: Node) -> Any:
+def form_of(node: Node) -> Any:
     """What a trace depends on: the call, with the form of each tensor in the place of its node."""
     numbers = {x: i for i, x in enumerate(node.all_input_nodes)}
 

@@ -132,7 +132,12 @@ def _decomposed(op: Any, *args: Any, **kwargs: Any) -> Any:
     return get_decompositions([op])[op](*args, **kwargs)
 
 
-def evaluate(trace: Trace, inputs: Sequence[Expr | None], make: Arithmetic) -> list[Expr | None]:
+def evaluate(
+    trace: Trace,
+    inputs: Sequence[Expr | None],
+    make: Arithmetic,
+    apply: Callable[..., Expr | None] = apply_rule,
+) -> list[Expr | None]:
     """The expression of each tensor in a trace, given those of its inputs."""
     exprs = list(inputs)
 
@@ -146,7 +151,7 @@ def evaluate(trace: Trace, inputs: Sequence[Expr | None], make: Arithmetic) -> l
     for step in trace.steps:
         args, kwargs = _mapped(value, step.args), _mapped(value, step.kwargs)
         out = Value(None, *trace.forms[step.out.at])
-        exprs.append(apply_rule(step.op, args, kwargs, out, make))
+        exprs.append(apply(step.op, args, kwargs, out, make))
     return exprs
 
 

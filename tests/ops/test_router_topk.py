@@ -169,6 +169,8 @@ def test_leading_dimensions_and_strides() -> None:
         torch.testing.assert_close(weights[i, j], want[0], rtol=2.0**-22, atol=0)
     assert weights.is_contiguous()
     assert ids.is_contiguous()
+    for result in router_topk(x[:, :1, 0].t(), top_k=3):  # one row
+        assert result.stride() == (3, 1)
 
 
 def valid() -> dict[str, Any]:

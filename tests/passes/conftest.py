@@ -21,6 +21,7 @@ from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZ
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.contract import Memory
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
+from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes import Decision, print_graph
 
 _LIBRARY = Library("compile_ext_tests", "DEF")
@@ -266,6 +267,12 @@ def fp8_model() -> type[Fp8Model]:
 def gemm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for ``quantize_activations``."""
     _pretend_kernel(monkeypatch, BLOCK_SCALED_MM)
+
+
+@pytest.fixture
+def choice_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for ``lower_router_topk``."""
+    _pretend_kernel(monkeypatch, ROUTER_TOPK)
 
 
 def _pretend_kernel(monkeypatch: pytest.MonkeyPatch, *ops: torch._ops.OpOverload) -> None:
