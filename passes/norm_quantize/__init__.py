@@ -1,2 +1,1 @@
-"""The parts of ``fuse_norm_quantize``: what a node computes as a canonical expression, the norms
-and quantizations that are known, and the nodes that a match covers."""
+"""The parts of ``fuse_norm_quantize``: the quantizations that are known, and where they are."""

@@ -9,17 +9,13 @@ from torch.fx import Graph, Node
 
 from compile_ext.ops.define import definition_of
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
-from compile_ext.passes.norm_quantize.expression import Expr
-from compile_ext.passes.norm_quantize.forms import LOW
-from compile_ext.passes.norm_quantize.nodes import NodeExpressions
-from compile_ext.passes.norm_quantize.patterns import (
-    is_layer_norm,
-    is_norm_and_quantization,
-    read_norm,
-    read_quantization,
-)
-from compile_ext.passes.norm_quantize.region import Region, find_region
-from compile_ext.passes.values import dtype_name, is_static, same_size, tensor
+from compile_ext.passes.expressions.expression import Expr
+from compile_ext.passes.expressions.forms import LOW
+from compile_ext.passes.expressions.nodes import NodeExpressions
+from compile_ext.passes.norm_quantize.patterns import is_norm_and_quantization, read_quantization
+from compile_ext.passes.norms.patterns import read_norm
+from compile_ext.passes.norms.region import Region, find_region, why_unfit
+from compile_ext.passes.values import is_static, tensor
 
 
 def find_candidates(graph: Graph, exprs: NodeExpressions) -> Iterator[tuple[Node, Region | str]]:
@@ -55,29 +51,20 @@ def _read(casts: Sequence[Node], exprs: NodeExpressions) -> Region | str:
     assert out is not None
     if not is_static(out.shape[-1]):
         return "its last dimension is symbolic"
-    quantization = read_quantization(exprs.of(casts[0]), int(out.shape[-1]))
+    q = exprs.of(casts[0])
+    quantization = read_quantization(q, int(out.shape[-1]))
     if isinstance(quantization, str):
         return f"not the quantization of quantize_fp8_groups: {quantization}"
-    y = quantization.y
-    dtype = LOW.get(str(y.args[-1]), torch.float32) if y.op == "round" else torch.float32
-    norm = read_norm(y, dtype)
+    norm = read_norm(quantization.y)
     if isinstance(norm, str):
         return f"not an RMSNorm: {norm}"
-    if is_layer_norm(norm.x):
-        return "not an RMSNorm: the mean is subtracted before it"
-    region = find_region(casts, quantization, norm, exprs)
-    return _why_unfit(region, out, dtype) or region
-
-
-def _why_unfit(region: Region, out: torch.Tensor, dtype: torch.dtype) -> str | None:
-    x, weight, k = tensor(region.x), tensor(region.weight), region.norm.k
-    assert x is not None
-    if x.dtype != dtype:
-        return f"x is {dtype_name(x)}, the normed activation {dtype_name(dtype)}"
-    if weight is not None and not (weight.numel() == weight.shape[-1] == k):
-        return f"its weight is {list(weight.shape)}, not [{k}]"
-    if any(t is not None and t.device != out.device for t in (x, weight)):
-        return "x, the weight and the result are on different devices"
-    if not same_size(x.numel(), out.numel()):
-        return "x is repeated before it is normed"
-    return None
+    region = find_region(
+        casts,
+        exprs,
+        norm,
+        norm.inputs,
+        kinds={q: torch.float8_e4m3fn, quantization.scale: torch.float32},
+        parts={"norm": norm.y, "quantization": q},
+        numbers=(*norm.numbers, *quantization.numbers),
+    )
+    return why_unfit(region, out) or region

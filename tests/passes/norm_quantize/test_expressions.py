@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_ext.passes.norm_quantize.expression import Expr, Match, Table, shortest, to_float32
-from compile_ext.passes.norm_quantize.trace import Trace, expressions_of
+from compile_ext.passes.expressions.expression import Expr, Match, Table, shortest, to_float32
+from compile_ext.passes.expressions.trace import Trace, expressions_of
 
 aten = torch.ops.aten
 F32, BF16 = torch.float32, torch.bfloat16

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
-from compile_ext.passes.norm_quantize.aten_rules import apply_rule
-from compile_ext.passes.norm_quantize.expression import Expr, Table
-from compile_ext.passes.norm_quantize.forms import Value
+from compile_ext.passes.expressions.arithmetic import Arithmetic
+from compile_ext.passes.expressions.aten_rules import apply_rule
+from compile_ext.passes.expressions.expression import Expr, Table
+from compile_ext.passes.expressions.forms import Value
 from compile_ext.passes.purity import Recorder
 from compile_ext.passes.values import same_size
 

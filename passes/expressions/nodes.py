@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from compile_ext.ops import column_major
 from compile_ext.passes.effects import is_plain_write, written_arguments
-from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
-from compile_ext.passes.norm_quantize.expression import Expr, Table
-from compile_ext.passes.norm_quantize.forms import Value, same_shape
-from compile_ext.passes.norm_quantize.trace import Trace, evaluate
+from compile_ext.passes.expressions.arithmetic import Arithmetic
+from compile_ext.passes.expressions.expression import Expr, Table
+from compile_ext.passes.expressions.forms import Value, same_shape
+from compile_ext.passes.expressions.trace import Trace, evaluate
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.purity import note_ops, run_on_fakes
 from compile_ext.passes.readers import is_empty

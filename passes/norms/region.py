@@ -1,20 +1,21 @@
-"""The nodes of a norm and the quantizations behind it: what lies between, and who else reads it."""
+"""The nodes of a norm and what belongs to it: what lies between, and who else reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.norm_quantize.expression import Expr
-from compile_ext.passes.norm_quantize.nodes import NodeExpressions, holds_tensors
-from compile_ext.passes.norm_quantize.patterns import Norm, Quantization
+from compile_ext.passes.expressions.expression import Expr, InputNumber
+from compile_ext.passes.expressions.nodes import NodeExpressions, holds_tensors
+from compile_ext.passes.norms.patterns import Norm
 from compile_ext.passes.readers import is_empty
-from compile_ext.passes.values import fake, storage, tensor
+from compile_ext.passes.values import dtype_name, fake, same_size, storage, tensor
 
 
 class Writers:
@@ -30,23 +31,32 @@ class Writers:
 class Region:
     """
     Args:
-        casts: the nodes that make q float8; several, where several linears quantize their input.
-        inner: what is computed between the norm's inputs and the results.
-        results: the nodes that hold q or the scale, views, copies and filled buffers among them.
-        reads: the norm's inputs, with the casts and copies that lie before them.
-        x, weight: those that the op is to read: the first that holds the numbers.
+        starts: the nodes where the search for the others began, each with a result.
+        inputs: what the op is to read, by the names of its arguments.
+        kinds: what the op is to give, with its dtypes.
+        parts: what is computed in between, innermost first, by the names that people know.
+        numbers: those that were compared and are inputs of the graph.
+        inner: the nodes between the inputs and the results.
+        results: the nodes that hold a result, views, copies and filled buffers among them.
+        reads: the inputs, with the casts and copies that lie before them.
+        nodes_of: for each input the node to read: the first that holds the numbers.
     """
 
-    casts: Sequence[Node]
+    starts: Sequence[Node]
     exprs: NodeExpressions
-    quantization: Quantization
     norm: Norm
-    q: Expr
+    inputs: Mapping[str, Expr]
+    kinds: Mapping[Expr, torch.dtype]
+    parts: Mapping[str, Expr]
+    numbers: Sequence[InputNumber]
     inner: set[Node] = field(default_factory=set)
     results: dict[Node, Expr] = field(default_factory=dict)
     reads: set[Node] = field(default_factory=set)
-    x: Node = field(init=False)
-    weight: Node | None = None
+    nodes_of: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def weight(self) -> Node | None:
+        return self.nodes_of.get("weight")
 
     def nodes(self) -> list[Node]:
         return sorted({*self.inner, *self.results})
@@ -77,10 +87,10 @@ class Region:
 
     def _name(self, node: Node) -> str:
         expr = self.exprs.of(node)
-        if expr is self.quantization.y:
+        if expr is self.norm.y:
             return "the normed activation"
-        in_norm = expr in set(self.quantization.y.inside())
-        return f"a value inside the {'norm' if in_norm else 'quantization'}"
+        part = next(name for name, whole in self.parts.items() if expr in set(whole.inside()))
+        return f"a value inside the {part}"
 
     def why_not_unwritten(self, writers: Writers, since: Node | None = None) -> str | None:
         """Whether the graph writes a result, or what the norm reads, while it reads it or ``since``
@@ -104,21 +114,25 @@ class Region:
 
 
 def find_region(
-    casts: Sequence[Node], quantization: Quantization, norm: Norm, exprs: NodeExpressions
+    starts: Sequence[Node],
+    exprs: NodeExpressions,
+    norm: Norm,
+    inputs: Mapping[str, Expr],
+    kinds: Mapping[Expr, torch.dtype],
+    parts: Mapping[str, Expr],
+    numbers: Sequence[InputNumber],
 ) -> Region:
-    q = exprs.of(casts[0])
-    region = Region(casts, exprs, quantization, norm, q)
-    outside = {*norm.x.inside(), *(norm.weight.inside() if norm.weight else ())}
-    parts = set(q.inside()) - outside
-    kinds = {q: torch.float8_e4m3fn, quantization.scale: torch.float32}
-    todo = list(casts)
+    region = Region(starts, exprs, norm, inputs, kinds, parts, numbers)
+    outside = {x for whole in inputs.values() for x in whole.inside()}
+    inside = {x for whole in parts.values() for x in whole.inside()} - outside
+    todo = list(starts)
     while todo:
         node = todo.pop()
         if node in region.inner or node in region.results:
             continue
         expr = exprs.of(node)
         if expr in outside or not any(isinstance(x, Expr) for x in expr.args):
-            region.reads |= _with_origins(node, exprs)  # x, the weight, a number
+            region.reads |= _with_origins(node, exprs)  # an input, a number
             continue
         if expr in kinds:
             region.results[node] = expr
@@ -128,11 +142,10 @@ def find_region(
         for user in filter(holds_tensors, node.users):
             held, found = exprs.of(user), tensor(user)
             # q.float() holds the numbers of q, and is no q.
-            if held in parts and (found is None or kinds.get(held, found.dtype) == found.dtype):
+            if held in inside and (found is None or kinds.get(held, found.dtype) == found.dtype):
                 todo.append(user)
-    region.x = min(x for x in region.reads if exprs.of(x) is norm.x)
-    if norm.weight is not None:
-        region.weight = min(x for x in region.reads if exprs.of(x) is norm.weight)
+    for name, expr in inputs.items():
+        region.nodes_of[name] = min(x for x in region.reads if exprs.of(x) is expr)
     return region
 
 
@@ -147,3 +160,18 @@ def _with_origins(node: Node, exprs: NodeExpressions) -> set[Node]:
             found.add(at)
             todo += [] if exprs.is_leaf(at) else filter(holds_tensors, at.all_input_nodes)
     return found
+
+
+def why_unfit(region: Region, out: Tensor) -> str | None:
+    """Why an op does not take the norm's inputs for a result of the form of ``out``."""
+    norm, x, weight = region.norm, tensor(region.nodes_of["x"]), tensor(region.weight)
+    assert x is not None
+    if x.dtype != norm.dtype:
+        return f"x is {dtype_name(x)}, the normed activation {dtype_name(norm.dtype)}"
+    if weight is not None and not (weight.numel() == weight.shape[-1] == norm.k):
+        return f"its weight is {list(weight.shape)}, not [{norm.k}]"
+    if any(t is not None and t.device != out.device for t in (x, weight)):
+        return "x, the weight and the result are on different devices"
+    if not same_size(x.numel(), out.numel()):
+        return "x is repeated before it is normed"
+    return None

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from compile_ext.ops.define import definition_of
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.norm_quantize.forms import same_shape
+from compile_ext.passes.expressions.forms import same_shape
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.padding.cut_output import cannot_tell, same_form
 from compile_ext.passes.values import fake, is_static, same_size, tensor

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from compile_ext.passes.norm_quantize.expression import (
+from compile_ext.passes.expressions.expression import (
     Expr,
     InputNumber,
     Table,
     to_float32,
 )
-from compile_ext.passes.norm_quantize.forms import FLOAT32, LOW, Value, is_one, named, widens
+from compile_ext.passes.expressions.forms import FLOAT32, LOW, Value, is_one, named, widens
 from compile_ext.passes.values import (
     dtype_name,
     is_static,

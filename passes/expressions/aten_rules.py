@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
-from compile_ext.passes.norm_quantize.expression import Expr, to_float32
-from compile_ext.passes.norm_quantize.forms import FLOAT32, Value, is_one, named, widens
+from compile_ext.passes.expressions.arithmetic import Arithmetic
+from compile_ext.passes.expressions.expression import Expr, to_float32
+from compile_ext.passes.expressions.forms import FLOAT32, Value, is_one, named, widens
 from compile_ext.passes.values import is_static, same_size
 
 aten = torch.ops.aten

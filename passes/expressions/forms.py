@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compile_ext.passes.norm_quantize.expression import Expr
+from compile_ext.passes.expressions.expression import Expr
 from compile_ext.passes.values import dtype_name, is_static, same_size
 
 FLOAT32 = torch.float32

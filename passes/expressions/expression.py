@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,3 +165,11 @@ class Match:
         if rank > self.most:
             self.most, self.misfit = rank, (pattern, expr)
         return False
+
+
+def difference(matches: Iterable[Match], wanted: str) -> str:
+    """How an expression differs from the pattern that has most of it; none has all of it."""
+    match = max(matches, key=lambda m: m.most)
+    assert match.misfit is not None
+    pattern, expr = match.misfit
+    return f"it has {expr} where {wanted} has {pattern.text(match.variables)}"

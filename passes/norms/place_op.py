@@ -1,0 +1,162 @@
+"""Put an op in the place of a norm and what belongs to it, or leave the graph as it was."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from compile_ext.passes.context import PassContext
+from compile_ext.passes.expressions.expression import Expr
+from compile_ext.passes.norms.fit_result import fit_result
+from compile_ext.passes.norms.region import Region, Writers
+from compile_ext.passes.norms.residual import addends_of
+from compile_ext.passes.op_calls import overload
+from compile_ext.passes.values import storage, tensor
+
+
+@dataclass(frozen=True)
+class NormOp:
+    """An op that begins with an RMSNorm: ``(x, weight, eps, round_before_weight)``.
+
+    Args:
+        op: what it is.
+        adding: its form that makes the residual's sum first: ``(x, residual, weight, ...)``.
+        results: which of its results is which; ``adding`` has the sum behind them.
+    """
+
+    op: OpOverload
+    adding: OpOverload
+    results: Mapping[Expr, int]
+
+
+def place_norm(
+    region: Region, ops: NormOp, writers: Writers, sums: dict[Node, Node], ctx: PassContext
+) -> Node | str:
+    """The call that comes in the place of a region, with the sum before it where that can be, or
+    the reason why not.
+
+    Args:
+        sums: the sums that calls have made so far: of two norms of one sum, the second reads what
+            the first call gives.
+    """
+    x = region.nodes_of["x"]
+    region.nodes_of["x"] = x = sums.get(x, x)
+    reason = why_not_placed(region, writers, ctx)
+    if reason is not None:
+        return reason
+    addends = addends_of(region, writers, ctx)
+    if addends is not None:
+        call = place_op(
+            region,
+            lambda before: _call(region, ops.adding, addends, before, ctx),
+            ops.results,
+            (x, len(ops.results)),
+            addends[0],
+            ctx,
+        )
+        if isinstance(call, tuple):
+            sums[x] = call[1][x]
+            return call[0]
+    call = place_op(
+        region,
+        lambda before: _call(region, ops.op, (x,), before, ctx),
+        ops.results,
+        None,
+        x,
+        ctx,
+    )
+    return call if isinstance(call, str) else call[0]
+
+
+def why_not_placed(region: Region, writers: Writers, ctx: PassContext) -> str | None:
+    nodes = region.computed()
+    return (
+        next((reason for x in nodes if (reason := ctx.stand_back(x))), None)
+        or region.why_not_alone()
+        or region.why_not_unwritten(writers)
+    )
+
+
+def place_op(
+    region: Region,
+    make: Callable[[Node], Node],
+    results: Mapping[Expr, int],
+    total: tuple[Node, int] | None,
+    lender: Node,
+    ctx: PassContext,
+) -> tuple[Node, dict[Node, Node]] | str:
+    """The call, and what came in the place of each node that others read; or why not.
+
+    Args:
+        make: inserts the call before a node.
+        results: which of the call's results is which.
+        total: the node whose sum the call makes as well, and which result that is.
+        lender: has the sizes of the region's results.
+    """
+    first = min(n for n in region.computed() if n in region.results)
+    before = total[0] if total else first
+    mark = before.prev
+    call = make(before)
+    numbers = {x: results[region.results[x]] for x in region.ends()}
+    if total:
+        numbers[total[0]] = total[1]
+    placed = _placed(call, numbers, lender, before, ctx)
+    if isinstance(placed, str):
+        while before.prev is not mark:
+            before.graph.erase_node(before.prev)
+        return placed
+    for number in region.numbers:
+        number.guard()
+    inputs = region.nodes_of.values()
+    left = [*region.nodes(), *region.reads, *(y for x in inputs for y in x.all_input_nodes)]
+    ctx.report.moved(region.starts[0], call)
+    for old, new in placed.items():
+        ctx.replace(old, new)
+    ctx.erase_dead(reversed(left))
+    return call, placed
+
+
+def _call(
+    region: Region, op: OpOverload, rows: tuple[Node, ...], before: Node, ctx: PassContext
+) -> Node:
+    norm, weight = region.norm, region.weight
+    rows = tuple(reshaped(x, before, ctx, -1, norm.k) for x in rows)
+    weight = None if weight is None else reshaped(weight, before, ctx, norm.k)
+    like = region.starts[0]
+    return ctx.insert(before, op, *rows, weight, norm.eps, norm.round_before_weight, like=like)
+
+
+def reshaped(x: Node, before: Node, ctx: PassContext, *shape: int) -> Node:
+    found = tensor(x)
+    assert found is not None
+    return x if found.dim() == len(shape) else ctx.insert(before, "reshape", x, *shape, like=x)
+
+
+def _placed(
+    call: Node, numbers: Mapping[Node, int], lender: Node, before: Node, ctx: PassContext
+) -> dict[Node, Node] | str:
+    parts: dict[int, Node] = {}
+    leaving: dict[int, int | None] = {}
+    placed: dict[Node, Node] = {}
+    for old, number in numbers.items():
+        if number not in parts:
+            parts[number] = _part(call, number, before, old, ctx)
+        if ctx.is_leaving(old) and leaving.setdefault(number, storage(old)) != storage(old):
+            return "the graph hands out two tensors that would be one"  # the caller may write one
+        new = fit_result(parts[number], old, lender, before, ctx)
+        if isinstance(new, str):
+            return new
+        placed[old] = new
+    return placed
+
+
+def _part(call: Node, number: int, before: Node, like: Node, ctx: PassContext) -> Node:
+    op = overload(call)
+    assert op is not None
+    if len(op._schema.returns) == 1:
+        return call
+    return ctx.insert(before, operator.getitem, call, number, like=like)
