@@ -2,6 +2,7 @@
 
 from compile_ext.ops.add_rms_norm import add_rms_norm
 from compile_ext.ops.add_rms_norm_quantize_fp8 import add_rms_norm_quantize_fp8
+from compile_ext.ops.attn_residual import attn_residual
 from compile_ext.ops.block_scaled_mm import block_scaled_mm
 from compile_ext.ops.block_scaled_mm_m1 import block_scaled_mm_m1
 from compile_ext.ops.contract import Align, Gemm, OpContract, Pad
@@ -32,6 +33,7 @@ __all__ = [
     "Pad",
     "add_rms_norm",
     "add_rms_norm_quantize_fp8",
+    "attn_residual",
     "block_scaled_mm",
     "block_scaled_mm_m1",
     "contract_of",

@@ -97,6 +97,11 @@ def rms_norm_router_topk(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return *rms_norm_router(m, n, k, bias), *router_topk(m, n, k, bias)[1:]
 
 
+def attn_residual(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
+    x, *norm = rms_norm(m, n, k, bias)
+    return x, torch.randn(m, 3, k).bfloat16(), torch.randn(k), 1e-6, *norm, True
+
+
 def column_major(m: int, n: int, k: int, bias: bool) -> tuple[Any, ...]:
     return (torch.rand(m, n),)
 
@@ -166,6 +171,7 @@ def others(report: ContractReport, device: str) -> set[str]:
         (router_topk, "router_topk", ()),
         (rms_norm_router, "rms_norm_router", ()),
         (rms_norm_router_topk, "rms_norm_router_topk", ()),
+        (attn_residual, "attn_residual", ()),
         (column_major, "column_major", ()),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str) else "",

@@ -87,6 +87,8 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "rms_norm_quantize_fp8_triton", "norm", (x, w, 1e-6, True)
     yield "rms_norm_triton", "norm", (x, w, 1e-6, True)
     yield "rms_norm_triton", "sum", (x, x, w, 1e-6, True)
+    blocks, query = torch.zeros(4, 8, K, dtype=BF16), torch.zeros(K)
+    yield "attn_residual_triton", "mixture", (x, blocks, query, 1e-6, w, 1e-6, True)
     b, scale_b = torch.zeros(N, K, dtype=FP8), torch.ones(5, 56)
     x, scale = torch.zeros(256, K, dtype=FP8), torch.ones(56, 256).t()
     experts = torch.zeros(4, N, K, dtype=FP8), scale, torch.ones(4, 5, 56)
