@@ -24,12 +24,12 @@ from compile_ext.ops.rms_norm import FLOATS, check_norm, rms_norm_ref
 NAME = "attn_residual"
 
 
-def mix_ref(x: Tensor, blocks: Tensor, query: Tensor, key_eps: float) -> Tensor:
-    """The specification of ``mixed``."""
-    v = torch.cat((blocks, x.unsqueeze(1)), 1).float()
-    keys = v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + key_eps)
+def mix_ref(v: Tensor, query: Tensor, key_eps: float) -> Tensor:
+    """The specification of ``mixed``, of ``v [m, l, k]``."""
+    wide = v.float()
+    keys = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + key_eps)
     weights = (keys * query.float()).sum(-1).softmax(-1)
-    return torch.matmul(weights.unsqueeze(1), v).squeeze(1).to(x.dtype)
+    return torch.matmul(weights.unsqueeze(1), wide).squeeze(1).to(v.dtype)
 
 
 def attn_residual_ref(
@@ -42,7 +42,7 @@ def attn_residual_ref(
     round_before_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """The specification."""
-    mixed = mix_ref(x, blocks, query, key_eps)
+    mixed = mix_ref(torch.cat((blocks, x.unsqueeze(1)), 1), query, key_eps)
     return rms_norm_ref(mixed, weight, eps, round_before_weight), mixed
 
 

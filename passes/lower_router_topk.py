@@ -32,7 +32,7 @@ from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.norm_quantize.fit_result import fit_result
+from compile_ext.passes.norms.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.router_choice.follow import follow

@@ -18,6 +18,7 @@ from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
 from compile_ext.passes.fuse_norm_quantize import fuse_norm_quantize
 from compile_ext.passes.lower_router_linear import lower_router_linear
+from compile_ext.passes.lower_router_norm import lower_router_norm
 from compile_ext.passes.lower_router_topk import lower_router_topk
 from compile_ext.passes.pin_kernels import pin_kernels
 from compile_ext.passes.prefetch_weights import prefetch_weights
@@ -37,7 +38,8 @@ PASSES: tuple[Pass, ...] = (
     fuse_norm_quantize,  # before padding, which computes a quantization at other extents
     fold_weight_padding,  # early: it changes N and K, which everything after it reads
     strip_placeholder_fills,  # after folding: a fill that fed a folded pad is gone by now
-    lower_router_linear,  # makes the ops that specialize_m1 looks for
+    lower_router_linear,  # makes the ops that the next two look for
+    lower_router_norm,  # what is right before them
     specialize_m1,  # it only exchanges one op for another
     lower_router_topk,  # behind the ops that the two have made
     prefetch_weights,  # after all rewrites: which call is the first of the graph is settled

@@ -22,6 +22,14 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Cat:
+    """``torch.cat(tensors, dim)``, dim 0 or more."""
+
+    tensors: tuple[Node, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
 class PadCall:
     """``F.pad(x, pad, value=value)``: ``pad`` as there, last dimension first."""
 
@@ -184,6 +192,21 @@ def read_pad(node: Node) -> PadCall | None:
 
 _TRANSPOSES = {torch.transpose, aten.transpose.int}
 _PERMUTES = {torch.permute, aten.permute.default}
+
+
+_CATS = {torch.cat, torch.concat, torch.concatenate, aten.cat.default}
+
+
+def read_cat(node: Node) -> Cat | None:
+    """Tensors one behind the other, where nothing gives them a dtype."""
+    out = tensor(node)
+    if not calls(node, _CATS) or out is None or not {*node.kwargs} <= {"tensors", "dim", "axis"}:
+        return None
+    tensors = get(node, 0, "tensors")
+    dim = get(node, 1, "dim", node.kwargs.get("axis", 0))
+    if not isinstance(tensors, (tuple, list)) or not all(isinstance(x, Node) for x in tensors):
+        return None
+    return Cat(tuple(tensors), dim % out.dim())
 
 
 def read_transpose(node: Any) -> Node | None:

@@ -189,6 +189,25 @@ def _run_length(shape: tuple[Any, ...], dims: Any) -> int | None:
     return math.prod(int(shape[i]) for i in inner)
 
 
+def _softmax(make: Arithmetic, call: Call) -> Expr | None:
+    """Over the last dimension."""
+    x, dim = call.args[0], call.args[1]
+    is_plain = x.dtype == call.out.dtype == FLOAT32 and dim in (-1, len(x.shape) - 1)
+    if not is_plain or not is_static(x.shape[-1]):
+        return None
+    return make.new("softmax", x.expr, int(x.shape[-1]))
+
+
+def _weighted_sum(make: Arithmetic, call: Call) -> Expr | None:
+    """``[m, 1, l] @ [m, l, k]``: for each m the rows of the second, weighted."""
+    weights, rows = call.args
+    is_row = is_one(weights.shape[1]) and call.out.dtype == FLOAT32
+    length, k = rows.shape[1:]
+    if not is_row or not is_static(length) or not is_static(k):
+        return None
+    return make.new("weighted_sum", weights.expr, rows.expr, int(length), int(k))
+
+
 _NO_CHANGE = (
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default,
@@ -230,4 +249,6 @@ _RULES: dict[Any, Rule] = {
     aten.sum.dim_IntList: _reduction("sum"),
     aten.amax.default: _reduction("amax"),
     aten.max.dim: _reduction("amax"),
+    aten._softmax.default: _softmax,
+    aten.bmm.default: _weighted_sum,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from compile_ext.ops.define import definition_of
 from compile_ext.passes.context import PassContext
@@ -45,11 +45,24 @@ def _sizes(old: Node, x: Node, before: Node, ctx: PassContext) -> list[int | Nod
             sizes.append(int(size))
         elif len(symbolic) == 1:
             sizes.append(-1)
-        elif at is None:
-            return None
-        else:
+        elif at is not None:
             sizes.append(ctx.insert(before, "size", x, at, like=old))
+        else:
+            given = _input_of(old.graph, size)
+            if given is None:
+                return None
+            sizes.append(given)
     return sizes
+
+
+def _input_of(graph: Graph, size: int | torch.SymInt) -> Node | None:
+    """The input of a graph that is this size: Dynamo hands in each that is dynamic."""
+    node: Node
+    for node in graph.find_nodes(op="placeholder"):
+        value = fake(node)
+        if isinstance(value, torch.SymInt) and same_size(value, size):
+            return node
+    return None
 
 
 def _takes(user: Node, old: Node, value: torch.Tensor, ctx: PassContext) -> bool:

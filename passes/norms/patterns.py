@@ -47,7 +47,7 @@ class Norm:
 
 def read_norm(y: Expr) -> Norm | str:
     """The RMSNorm that gives y, or how it differs from one."""
-    dtype = LOW.get(str(y.args[-1]), torch.float32) if y.op == "round" else torch.float32
+    dtype = norm_dtype(y)
     matches = [(Match(dict(_NUMBERS)), *pattern) for pattern in _patterns(dtype)]
     for match, pattern, variables, before in matches:
         if match.fits(pattern, y):
@@ -57,6 +57,11 @@ def read_norm(y: Expr) -> Norm | str:
             eps, k = shortest(match.numbers["eps"]), int(match.numbers["k"])
             return Norm(y, dtype, inputs, eps, before, k, match.inputs)
     return difference((m for m, *_ in matches), "an RMSNorm")
+
+
+def norm_dtype(y: Expr) -> torch.dtype:
+    """The dtype that an expression was rounded to at last."""
+    return LOW.get(str(y.args[-1]), torch.float32) if y.op == "round" else torch.float32
 
 
 @lru_cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -48,28 +50,17 @@ def place_norm(
     reason = why_not_placed(region, writers, ctx)
     if reason is not None:
         return reason
+    results = {node: ops.results[region.results[node]] for node in region.ends()}
     addends = addends_of(region, writers, ctx)
     if addends is not None:
-        call = place_op(
-            region,
-            lambda before: _call(region, ops.adding, addends, before, ctx),
-            ops.results,
-            (x, len(ops.results)),
-            addends[0],
-            ctx,
-        )
-        if isinstance(call, tuple):
-            sums[x] = call[1][x]
-            return call[0]
-    call = place_op(
-        region,
-        lambda before: _call(region, ops.op, (x,), before, ctx),
-        ops.results,
-        None,
-        x,
-        ctx,
-    )
-    return call if isinstance(call, str) else call[0]
+        make = partial(_call, region, ops.adding, addends, ctx)
+        placed = place_op(region, make, x, {**results, x: len(ops.results)}, addends[0], ctx)
+        if not isinstance(placed, str):
+            sums[x] = placed.results[x]
+            return placed.call
+    before = min(n for n in region.computed() if n in region.results)
+    placed = place_op(region, partial(_call, region, ops.op, (x,), ctx), before, results, x, ctx)
+    return placed if isinstance(placed, str) else placed.call
 
 
 def why_not_placed(region: Region, writers: Writers, ctx: PassContext) -> str | None:
@@ -81,30 +72,33 @@ def why_not_placed(region: Region, writers: Writers, ctx: PassContext) -> str | 
     )
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A call, and what came in the place of each node that others read."""
+
+    call: Node
+    results: Mapping[Node, Node]
+
+
 def place_op(
     region: Region,
     make: Callable[[Node], Node],
-    results: Mapping[Expr, int],
-    total: tuple[Node, int] | None,
+    before: Node,
+    results: Mapping[Node, int],
     lender: Node,
     ctx: PassContext,
-) -> tuple[Node, dict[Node, Node]] | str:
-    """The call, and what came in the place of each node that others read; or why not.
+) -> Placed | str:
+    """What was placed, or the reason why nothing was.
 
     Args:
-        make: inserts the call before a node.
-        results: which of the call's results is which.
-        total: the node whose sum the call makes as well, and which result that is.
-        lender: has the sizes of the region's results.
+        make: inserts the call before a node, and gives it.
+        before: that node, before which all that the call reads is computed.
+        results: the nodes that others read, and which of the call's results is which.
+        lender: a tensor of the same sizes as the results, to take symbolic ones from.
     """
-    first = min(n for n in region.computed() if n in region.results)
-    before = total[0] if total else first
     mark = before.prev
     call = make(before)
-    numbers = {x: results[region.results[x]] for x in region.ends()}
-    if total:
-        numbers[total[0]] = total[1]
-    placed = _placed(call, numbers, lender, before, ctx)
+    placed = _placed(call, results, lender, before, ctx)
     if isinstance(placed, str):
         while before.prev is not mark:
             before.graph.erase_node(before.prev)
@@ -117,17 +111,24 @@ def place_op(
     for old, new in placed.items():
         ctx.replace(old, new)
     ctx.erase_dead(reversed(left))
-    return call, placed
+    return Placed(call, placed)
 
 
 def _call(
-    region: Region, op: OpOverload, rows: tuple[Node, ...], before: Node, ctx: PassContext
+    region: Region, op: OpOverload, rows: tuple[Node, ...], ctx: PassContext, before: Node
 ) -> Node:
+    norm = region.norm
+    tensors = [reshaped(x, before, ctx, -1, norm.k) for x in rows]
+    return ctx.insert(
+        before, op, *tensors, *norm_arguments(region, before, ctx), like=region.starts[0]
+    )
+
+
+def norm_arguments(region: Region, before: Node, ctx: PassContext) -> tuple[Any, ...]:
+    """``weight, eps, round_before_weight`` of an op."""
     norm, weight = region.norm, region.weight
-    rows = tuple(reshaped(x, before, ctx, -1, norm.k) for x in rows)
-    weight = None if weight is None else reshaped(weight, before, ctx, norm.k)
-    like = region.starts[0]
-    return ctx.insert(before, op, *rows, weight, norm.eps, norm.round_before_weight, like=like)
+    flat = None if weight is None else reshaped(weight, before, ctx, norm.k)
+    return flat, norm.eps, norm.round_before_weight
 
 
 def reshaped(x: Node, before: Node, ctx: PassContext, *shape: int) -> Node:
@@ -137,12 +138,12 @@ def reshaped(x: Node, before: Node, ctx: PassContext, *shape: int) -> Node:
 
 
 def _placed(
-    call: Node, numbers: Mapping[Node, int], lender: Node, before: Node, ctx: PassContext
+    call: Node, results: Mapping[Node, int], lender: Node, before: Node, ctx: PassContext
 ) -> dict[Node, Node] | str:
     parts: dict[int, Node] = {}
     leaving: dict[int, int | None] = {}
     placed: dict[Node, Node] = {}
-    for old, number in numbers.items():
+    for old, number in results.items():
         if number not in parts:
             parts[number] = _part(call, number, before, old, ctx)
         if ctx.is_leaving(old) and leaving.setdefault(number, storage(old)) != storage(old):

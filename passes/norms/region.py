@@ -132,7 +132,7 @@ def find_region(
             continue
         expr = exprs.of(node)
         if expr in outside or not any(isinstance(x, Expr) for x in expr.args):
-            region.reads |= _with_origins(node, exprs)  # an input, a number
+            region.reads |= with_origins(node, exprs)  # an input, a number
             continue
         if expr in kinds:
             region.results[node] = expr
@@ -149,7 +149,7 @@ def find_region(
     return region
 
 
-def _with_origins(node: Node, exprs: NodeExpressions) -> set[Node]:
+def with_origins(node: Node, exprs: NodeExpressions) -> set[Node]:
     """A node and what it is computed from, up to the leaves of its expression: a write to any of
     these may part what is one expression."""
     found: set[Node] = set()

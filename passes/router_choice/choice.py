@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compile_ext.ops.router_topk import TINY
-from compile_ext.passes.norm_quantize.expression import Expr, InputNumber, to_float32
+from compile_ext.passes.expressions.expression import Expr, InputNumber, to_float32
 
 
 @dataclass(frozen=True)

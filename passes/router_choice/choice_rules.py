@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
-from compile_ext.passes.norm_quantize.aten_rules import Call, Rule, apply_rule
-from compile_ext.passes.norm_quantize.expression import Expr, to_float32
-from compile_ext.passes.norm_quantize.forms import FLOAT32, LOW, Value
+from compile_ext.passes.expressions.arithmetic import Arithmetic
+from compile_ext.passes.expressions.aten_rules import Call, Rule, apply_rule
+from compile_ext.passes.expressions.expression import Expr, to_float32
+from compile_ext.passes.expressions.forms import FLOAT32, LOW, Value
 from compile_ext.passes.values import is_static
 
 aten = torch.ops.aten

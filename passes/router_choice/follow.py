@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.norm_quantize.arithmetic import Arithmetic
-from compile_ext.passes.norm_quantize.expression import Expr, Table
-from compile_ext.passes.norm_quantize.trace import evaluate
+from compile_ext.passes.expressions.arithmetic import Arithmetic
+from compile_ext.passes.expressions.expression import Expr, Table
+from compile_ext.passes.expressions.trace import evaluate
 from compile_ext.passes.readers import is_fill, weight_source
 from compile_ext.passes.router_choice.choice_rules import apply_choice_rule
 from compile_ext.passes.router_choice.traces import Traces

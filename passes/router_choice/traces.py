@@ -11,8 +11,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from compile_ext.passes.effects import written_arguments
-from compile_ext.passes.norm_quantize.nodes import form_of
-from compile_ext.passes.norm_quantize.trace import Trace
+from compile_ext.passes.expressions.nodes import form_of
+from compile_ext.passes.expressions.trace import Trace
 from compile_ext.passes.purity import run_on_fakes
 from compile_ext.passes.values import fake_mode, tensor
 

@@ -17,9 +17,12 @@ import compile_ext
 from compile_ext import backend as backend_module
 from compile_ext.layers import BlockFp8Linear
 from compile_ext.ops import define
+from compile_ext.ops.add_rms_norm import OP as ADD_RMS_NORM
 from compile_ext.ops.add_rms_norm_quantize_fp8 import OP as ADD_RMS_NORM_QUANTIZE
+from compile_ext.ops.attn_residual import OP as ATTN_RESIDUAL
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.contract import Memory
+from compile_ext.ops.rms_norm import OP as RMS_NORM
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes import Decision, print_graph
@@ -237,6 +240,12 @@ def norm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for the CPU that ``fuse_norm_quantize`` sees: without one it stands back there. The
     ops themselves run their reference, as ever."""
     _pretend_kernel(monkeypatch, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
+
+
+@pytest.fixture
+def router_norm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for ``lower_router_norm``."""
+    _pretend_kernel(monkeypatch, RMS_NORM, ADD_RMS_NORM, ATTN_RESIDUAL)
 
 
 class Fp8Model(nn.Module):
