@@ -84,7 +84,7 @@ def tune(
         command.tune(
             console,
             op or list(operands.OPERANDS),
-            [_shape(x) for x in shape] if shape else operands.SHAPES,
+            [_shape(x) for x in shape] if shape else None,
             _numbers(tokens, "--tokens") if tokens else command.TOKENS,
             ship,
             shlex.join(["compile-ext", *sys.argv[1:]]),

@@ -52,12 +52,15 @@ def run(
     bias: Tensor | None,
     *,
     prefetch: bool = False,
+    split: router_cute_parameters.Split | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, k = b.shape
     y, logits = x.new_empty(1, k), x.new_empty(1, n, dtype=torch.float32)
     total = x.new_empty(0 if residual is None else (1, k))
     p = _parameters(n, k, bias, weight is not None, residual is not None, round_before_weight)
     assert not isinstance(p, str)  # why_not saw to it
+    if split is not None:
+        p = p._replace(split=split)
     read = x.data_ptr(), address(residual), address(weight), b.data_ptr(), address(bias)
     written = y.data_ptr(), total.data_ptr(), logits.data_ptr()
     DOT.launch(x, p, p.grid(n), *read, *written, b.stride(0), eps, n, pdl=prefetch)

@@ -63,16 +63,21 @@ def why_not(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
     return tma_rows.why_not(a=a.reshape(m, k), b=b) or found[0].why_not(a, found[1])
 
 
-def run(a: Tensor, b: Tensor, bias: Tensor | None, *, prefetch: bool = False) -> Tensor:
+def run(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    *,
+    prefetch: bool = False,
+    chosen: DotParameters | MmaParameters | None = None,
+) -> Tensor:
     n, k = b.shape
     m = m_of(a)
     assert isinstance(m, int)
     out = a.new_empty(*a.shape[:-1], n, dtype=torch.float32)
     rows = a.reshape(m, k)
-    found = parameters(m, n, k, name_of(bias))
-    assert not isinstance(found, str)  # why_not saw to it
-    p = found[1]
     at, row = address(bias), b.stride(0)
+    p = chosen or _chosen(m, n, k, name_of(bias))
     if isinstance(p, DotParameters):
         # No norm, so no residual, weight, y and sum.
         arguments = rows.data_ptr(), 0, 0, b.data_ptr(), at, 0, 0, out.data_ptr(), row, 0.0, n
@@ -82,6 +87,12 @@ def run(a: Tensor, b: Tensor, bias: Tensor | None, *, prefetch: bool = False) ->
         pointers = rows.data_ptr(), b.data_ptr(), at, out.data_ptr()
         MMA.launch(a, p, p.grid(m, n), *pointers, *strides, m, n, pdl=prefetch)
     return out
+
+
+def _chosen(m: int, n: int, k: int, bias: str | None) -> DotParameters | MmaParameters:
+    found = parameters(m, n, k, bias)
+    assert not isinstance(found, str)  # why_not saw to it
+    return found[1]
 
 
 def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:

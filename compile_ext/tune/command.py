@@ -30,7 +30,7 @@ Shape = tuple[int, int]
 def tune(
     console: Console,
     ops: Sequence[str],
-    shapes: Sequence[Shape],
+    shapes: Sequence[Shape] | None,
     tokens: Sequence[int],
     ship: Path | None,
     command: str,
@@ -39,7 +39,7 @@ def tune(
 
     Args:
         ops: by name, of those in ``operands.OPERANDS``.
-        shapes: N and K.
+        shapes: N and K; None for those of each op in ``operands.OPERANDS``.
         tokens: values of M.
         ship: the file to write; None for the user's own table of this machine.
         command: what is noted in the table.
@@ -73,7 +73,7 @@ def tune(
 
 def run(
     ops: Sequence[str],
-    shapes: Sequence[Shape],
+    shapes: Sequence[Shape] | None,
     tokens: Sequence[int],
     clock: Clock,
     console: Console,
@@ -81,7 +81,7 @@ def run(
 ) -> list[Measurement]:
     """All measurements, the weights of one shape at a time."""
     found: list[Measurement] = []
-    todo = [(definition, shape) for definition in _defined(ops) for shape in shapes]
+    todo = [(d, shape) for d in _defined(ops) for shape in shapes or OPERANDS[d.name].shapes]
     for definition, (n, k) in track(todo, description="shapes", console=console):
         operands = OPERANDS[definition.name]
         weights = operands.weights(n, k, device)

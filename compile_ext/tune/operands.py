@@ -1,4 +1,4 @@
-"""Random operands of the dense FP8 GEMMs: the weights of several layers, and a call for each.
+"""Random operands of the dense GEMMs: the weights of several layers, and a call for each.
 
 Several layers, so that no weight is in the L2 from the call before.
 """
@@ -28,6 +28,10 @@ SHAPES = (  # N, K: DeepSeek-V3's projections and experts, a dense MLP, one with
     (21504, 5376),
     (1536, 576),
 )
+ROUTERS = (  # N, K: DeepSeek-V3, Kimi K2 and K3, GLM-4.5, Qwen3, gpt-oss, and their like
+    (256, 7168), (384, 7168), (896, 7168), (256, 6144), (160, 5120), (256, 4096), (128, 4096),
+    (128, 2880), (128, 2048), (64, 2048),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,9 @@ class Weights:
     """The layers of one shape.
 
     Args:
-        n, k: of each ``b [n, k]`` float8_e4m3fn, without NaN.
+        n, k: of each ``b [n, k]``, float8_e4m3fn or bfloat16, without NaN.
         b: one a layer.
-        scales: of each b, float32, such that the results are near 1.
+        scales: of each b, float32, such that the results are near 1; none where b is bfloat16.
     """
 
     n: int
@@ -50,20 +54,21 @@ Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Operands:
-    """How an op is called.
+class Fp8:
+    """How an FP8 GEMM is called.
 
     Args:
         scale_shape: ``(n, k) -> shape`` of scale_b.
         quantize: an activation ``[m, k]`` bfloat16 to FP8 and scale_a.
+        shapes: N and K that are measured where none are named.
     """
 
     scale_shape: Callable[[int, int], tuple[int, int]]
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    shapes: tuple[tuple[int, int], ...] = SHAPES
 
     def weights(self, n: int, k: int, device: str = "cuda") -> Weights:
-        layers = max(2, min(LAYERS, WEIGHT_BYTES // (n * k)))
-        b = [torch.randn(n, k, device=device).to(FP8) for _ in range(layers)]
+        b = [torch.randn(n, k, device=device).to(FP8) for _ in range(_layers(n * k))]
         shape = self.scale_shape(n, k)
         return Weights(
             n, k, b, [(torch.rand(shape, device=device) + 0.5) / math.sqrt(k) for _ in b]
@@ -77,7 +82,31 @@ class Operands:
         return [(a, b, scale_a, scale_b, None, out_dtype) for b, scale_b in pairs]
 
 
-OPERANDS = {  # by op; the others have one kernel, or weights in groups
-    "block_scaled_mm": Operands(lambda n, k: (blocks_of(n), blocks_of(k)), quantize_fp8_groups),
-    "scaled_mm": Operands(lambda n, k: (n, 1), quantize_fp8_per_token),
+class Router:
+    """How the router GEMM is called."""
+
+    shapes = ROUTERS
+
+    def weights(self, n: int, k: int, device: str = "cuda") -> Weights:
+        layers = range(_layers(2 * n * k))
+        b = [(torch.randn(n, k, device=device) / math.sqrt(k)).bfloat16() for _ in layers]
+        return Weights(n, k, b, [])
+
+    def calls(self, weights: Weights, m: int, out_dtype: torch.dtype) -> list[Arguments]:
+        """The arguments of a call for each layer: m tokens, no bias. The logits are float32."""
+        a = torch.randn(m, weights.k, device=weights.b[0].device).bfloat16()
+        return [(a, b, None) for b in weights.b]
+
+
+Operands = Fp8 | Router
+
+
+def _layers(nbytes: int) -> int:
+    return max(2, min(LAYERS, WEIGHT_BYTES // nbytes))
+
+
+OPERANDS: dict[str, Operands] = {  # by op; the others have one kernel, or weights in groups
+    "block_scaled_mm": Fp8(lambda n, k: (blocks_of(n), blocks_of(k)), quantize_fp8_groups),
+    "scaled_mm": Fp8(lambda n, k: (n, 1), quantize_fp8_per_token),
+    "router_gemm": Router(),
 }

@@ -67,14 +67,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch, clock: FixedClock) -> define.OpDefi
         return scaled_mm_ref(a, b, *rest)
 
     first_b: list[Tensor] = []
-    make = operands.Operands.calls
+    make = operands.Fp8.calls
 
     def calls(self: Any, *args: Any) -> Any:
         made = make(self, *args)
         first_b[:] = [made[0][1]]
         return made
 
-    monkeypatch.setattr(operands.Operands, "calls", calls)
+    monkeypatch.setattr(operands.Fp8, "calls", calls)
     monkeypatch.setattr(operands, "LAYERS", 2)
     made = define.OpDefinition(
         OP,

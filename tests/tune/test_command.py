@@ -26,8 +26,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: Any, clock: An
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(device_tables, "machine", lambda index: MACHINE)
     monkeypatch.setattr(command, "GraphClock", lambda: clock)
-    make = operands.Operands.weights
-    monkeypatch.setattr(operands.Operands, "weights", lambda self, n, k, _: make(self, n, k, "cpu"))
+    make = operands.Fp8.weights
+    monkeypatch.setattr(operands.Fp8, "weights", lambda self, n, k, _: make(self, n, k, "cpu"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     return device_tables.user_file(MACHINE)
@@ -99,7 +99,7 @@ def test_the_same_measurements_give_the_same_table(gpu: Path) -> None:
 
 REFUSED = {
     "no device": ((), "no CUDA device"),
-    "another op": (("--op", "router_gemm"), "block_scaled_mm, scaled_mm"),
+    "another op": (("--op", "fp8_bmm"), "block_scaled_mm, scaled_mm, router_gemm"),
     "a shape of one number": (("--shape", "64"), "wanted N,K"),
     "a shape in words": (("--shape", "big,64"), "wanted numbers from 1"),
     "no tokens": (("--tokens", "0"), "wanted numbers from 1"),
