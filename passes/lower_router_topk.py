@@ -31,14 +31,13 @@ from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes.context import PassContext
-from compile_ext.passes.effects import written_arguments
 from compile_ext.passes.norms.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
-from compile_ext.passes.purity import aten_ops
 from compile_ext.passes.router_choice.follow import follow
 from compile_ext.passes.router_choice.region import Region, find_region
 from compile_ext.passes.router_choice.traces import Traces
-from compile_ext.passes.values import fake, storage, tensor
+from compile_ext.passes.values import fake, tensor
+from compile_ext.passes.views import is_written_through
 
 
 def lower_router_topk(graph: Graph, ctx: PassContext) -> None:
@@ -72,25 +71,13 @@ def _why_not(region: Region, ctx: PassContext) -> str | None:
     if reason is not None:
         return reason
     router = region.router
-    if storage(router) in ctx.written_by_bodies(router.graph) or _is_written(router, ctx):
+    if is_written_through(router, ctx):
         return "the graph writes the logits"
     args = map(tensor, (router, region.bias))
     kernel, reasons = _definition().kernel_for(*args, *region.choice.arguments)
     if kernel.name == "reference":
         return "; ".join(f"{name}: {text}" for name, text in reasons.items())
     return region.why_not_alone()
-
-
-def _is_written(node: Node, ctx: PassContext) -> bool:
-    """Whether a reader writes a node, or a view of it. By use, and not by storage: an earlier pass
-    has put the router in the place of a linear, so its views have another storage than it."""
-    for user in node.users:
-        if node in written_arguments(user):
-            return True
-        ops = aten_ops(user, ctx.scopes)
-        if ops and any(op.is_view for op in ops) and _is_written(user, ctx):
-            return True
-    return False
 
 
 def _place(region: Region, ctx: PassContext) -> str | None:

@@ -17,6 +17,7 @@ from compile_ext.passes.context import PassContext
 from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
 from compile_ext.passes.fuse_norm_quantize import fuse_norm_quantize
+from compile_ext.passes.fuse_router import fuse_router
 from compile_ext.passes.lower_router_linear import lower_router_linear
 from compile_ext.passes.lower_router_norm import lower_router_norm
 from compile_ext.passes.lower_router_topk import lower_router_topk
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     lower_router_norm,  # what is right before them
     specialize_m1,  # it only exchanges one op for another
     lower_router_topk,  # behind the ops that the two have made
+    fuse_router,  # the last to make ops: it joins what the passes before have made
     prefetch_weights,  # after all rewrites: which call is the first of the graph is settled
     pin_kernels,  # after the ops are what they stay
     collect_gemm_sites,  # sees the graph as it is compiled

@@ -34,21 +34,15 @@ from compile_ext.ops.ue8m0 import E8M0
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.inline import Inliner
 from compile_ext.passes.op_calls import OpCall, read_call
-from compile_ext.passes.purity import aten_ops
-from compile_ext.passes.values import fakes, is_static, same_size, tensor
-
-aten = torch.ops.aten
-_RESHAPES = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.alias.default, aten.detach.default,
-}  # fmt: skip
+from compile_ext.passes.values import fakes, is_static, tensor
+from compile_ext.passes.views import before_reshapes
 
 
 def quantize_activations(graph: Graph, ctx: PassContext) -> None:
     calls = [call for node in graph.nodes if (call := _read(node, ctx)) is not None]
     if not calls:
         return
-    origins = [_before_reshapes(x.arguments["a"], ctx) for x in calls]
+    origins = [before_reshapes(x.arguments["a"], ctx) for x in calls]
     reasons = [ctx.stand_back(x.node) or _why_not(x.arguments["a"]) for x in calls]
     # As the op itself does: scales of powers of two where the weight has such.
     inliners = {x: Inliner(functools.partial(_quantize, use_ue8m0=x), ctx) for x in (False, True)}
@@ -97,16 +91,3 @@ def _why_not(a: Node) -> str | None:
     if not is_static(k):
         return "its last dimension is symbolic"
     return "its activation is empty" if is_zero(m) or is_zero(k) else None
-
-
-def _before_reshapes(node: Node, ctx: PassContext) -> Node:
-    """The node with the same elements in the same order, before views that only reshape it."""
-    while True:
-        ops = aten_ops(node, ctx.scopes)
-        source = node.args[0] if node.args else None
-        here, before = tensor(node), tensor(source)
-        if ops is None or here is None or before is None or not isinstance(source, Node):
-            return node
-        if not all(op in _RESHAPES for op in ops) or not same_size(here.numel(), before.numel()):
-            return node
-        node = source

@@ -24,6 +24,8 @@ from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.contract import Memory
 from compile_ext.ops.rms_norm import OP as RMS_NORM
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
+from compile_ext.ops.rms_norm_router import OP as RMS_NORM_ROUTER
+from compile_ext.ops.rms_norm_router_topk import OP as RMS_NORM_ROUTER_TOPK
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes import Decision, print_graph
 
@@ -282,6 +284,18 @@ def gemm_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def choice_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for ``lower_router_topk``."""
     _pretend_kernel(monkeypatch, ROUTER_TOPK)
+
+
+@pytest.fixture
+def fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for ``fuse_router``, of norm and router alone."""
+    _pretend_kernel(monkeypatch, RMS_NORM_ROUTER)
+
+
+@pytest.fixture
+def fused_choice_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, of the choice of experts too."""
+    _pretend_kernel(monkeypatch, RMS_NORM_ROUTER_TOPK)
 
 
 def _pretend_kernel(monkeypatch: pytest.MonkeyPatch, *ops: torch._ops.OpOverload) -> None:
