@@ -85,9 +85,13 @@ def _deep_gemm() -> Finding:
 
 def _cute_dsl() -> Finding:
     """Not of the kernels on disk, which run without it: which ones a model needs is not known."""
-    found, use = cute_support.compiler(), "routers of few tokens on Hopper"
-    reason = f"{cute_support.INSTALL}, if the kernels are not on disk" if found is None else None
-    return Finding("CuTe DSL", found or "", use, reason)
+    reason = cute_support.why_no_compiler()
+    return Finding(
+        "CuTe DSL",
+        _version(cute_support.PACKAGE),
+        "routers of few tokens on Hopper",
+        reason and f"{reason}, where the kernels are not on disk",
+    )
 
 
 def _kernel_tables() -> Iterator[Finding]:

@@ -64,7 +64,7 @@ class CuteKernel:
         if self._on_disk[at]:
             return None
         place = compiled_cache.folder()
-        return f"CuTe DSL is not installed: {cute_support.INSTALL}; nor is the kernel in {place}"
+        return f"{cute_support.why_no_compiler()}; nor is the kernel in {place}"
 
     def launch(
         self, x: Tensor, parameters: Parameters, grid: int, *arguments: Any, pdl: bool
@@ -122,7 +122,7 @@ def _obtain(
     if key.compiler is None:
         found = compiled_cache.find(key)
         if found is None:
-            raise KernelUnavailable(f"CuTe DSL is not installed: {cute_support.INSTALL}")
+            raise KernelUnavailable(str(cute_support.why_no_compiler()))
         return found, False
 
     arch = cute_support.arch(capability)

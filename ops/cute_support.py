@@ -6,6 +6,7 @@ A kernel on disk needs no CuTe DSL: it was compiled here before, or on another h
 from __future__ import annotations
 
 import functools
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from compile_ext.ops import device
 
 MIN_CAPABILITY = (9, 0)  # Hopper: PDL and clusters
 PACKAGE = "nvidia-cutlass-dsl"
+# Seen: 4.5 has no st.async, and 4.6 and 4.7 fail in ``router_mma_cute_kernel``.
+MIN_RELEASE = (4, 8)
 INSTALL = "pip install 'compile-ext[cuda]'"
 
 
@@ -22,10 +25,24 @@ def why_not(x: Tensor, *_: object) -> str | None:
     return device.why_not(x, MIN_CAPABILITY)
 
 
+@functools.cache
+def why_no_compiler() -> str | None:
+    """Why nothing can be compiled here, and what to do about it, or None. Asked once: what is
+    installed later needs a new process."""
+    found = _release(PACKAGE)
+    if found is None:
+        return f"CuTe DSL is not installed: {INSTALL}"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MIN_RELEASE:
+        return f"CuTe DSL {found} is older than {'.'.join(map(str, MIN_RELEASE))}: {INSTALL}"
+    return None
+
+
+@functools.cache
 def compiler() -> str | None:
-    """CuTe DSL's release and the CUDA that it compiles with, or None where it is not installed."""
-    found = release(PACKAGE)
-    return found and f"{found}+cu{13 if release(f'{PACKAGE}-libs-cu13') else 12}"
+    """CuTe DSL's release and the CUDA that it compiles with, or None where there is none."""
+    if why_no_compiler() is not None:
+        return None
+    return f"{_release(PACKAGE)}+cu{13 if _release(f'{PACKAGE}-libs-cu13') else 12}"
 
 
 def arch(capability: device.Capability) -> str:
@@ -33,10 +50,7 @@ def arch(capability: device.Capability) -> str:
     return f"sm_{capability[0]}{capability[1]}a"
 
 
-@functools.cache
-def release(package: str) -> str | None:
-    """Of a package, or None where it is not installed. Asked once: what is installed later needs a
-    new process."""
+def _release(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -43,15 +43,25 @@ class Compiler:
         return self.image
 
 
+def forget() -> None:
+    """What is asked once in a process."""
+    for asked in (cute_support.compiler, cute_support.why_no_compiler, cute_kernel._capability):
+        asked.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
+    monkeypatch.setattr(cute_support, "_release", lambda package: release)
+    forget()
+
+
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch, make_image: Any, cache: Path) -> Iterator[Compiler]:
     fake = Compiler(make_image(8, 4))
     monkeypatch.setattr(cute_compile, "compile_cubin", fake)
-    monkeypatch.setattr(cute_support, "compiler", lambda: "4.8.1+cu13")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    cute_kernel._capability.cache_clear()
+    install(monkeypatch, "4.8.1")
     yield fake
-    cute_kernel._capability.cache_clear()
+    forget()
 
 
 def kernel() -> CuteKernel:
@@ -133,11 +143,25 @@ def test_a_unit_compiles_what_a_call_then_finds(driver: Any, compiler: Compiler)
     assert len(compiler.compiled) == 1
 
 
+@pytest.mark.parametrize("release", ["4.7.1", "3.9.0"])
+def test_an_old_cute_dsl_is_none(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, release)
+    reason = kernel().why_not(on_cuda(), Parameters(7168))
+    assert str(reason).startswith(f"CuTe DSL {release} is older than 4.8: pip install 'compile-ext")
+
+
+@pytest.mark.parametrize("release", ["4.8.0", "4.10.1.post1", "5.0"])
+def test_a_newer_cute_dsl_compiles(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, release)
+    assert cute_support.compiler() == f"{release}+cu13"
+    assert kernel().why_not(on_cuda(), Parameters(7168)) is None
+
+
 def test_without_cute_dsl_a_kernel_on_disk_runs(
     driver: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel().unit(Parameters(7168), HOPPER).compile()
-    monkeypatch.setattr(cute_support, "compiler", lambda: None)
+    install(monkeypatch, None)
     here = kernel()
     assert here.why_not(on_cuda(), Parameters(7168)) is None
     here.launch(on_cuda(), Parameters(7168), 1, 0, 0, pdl=False)
