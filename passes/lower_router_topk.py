@@ -31,11 +31,11 @@ from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.passes.context import PassContext
+from compile_ext.passes.expressions.traces import Traces
 from compile_ext.passes.norms.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.router_choice.follow import follow
 from compile_ext.passes.router_choice.region import Region, find_region
-from compile_ext.passes.router_choice.traces import Traces
 from compile_ext.passes.values import fake, tensor
 from compile_ext.passes.views import is_written_through
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from compile_ext.ops import column_major
@@ -17,12 +16,11 @@ from compile_ext.passes.expressions.arithmetic import Arithmetic
 from compile_ext.passes.expressions.expression import Expr, Table
 from compile_ext.passes.expressions.forms import Value, same_shape
 from compile_ext.passes.expressions.trace import Trace, evaluate
+from compile_ext.passes.expressions.traces import Traces
 from compile_ext.passes.op_calls import overload
-from compile_ext.passes.purity import note_ops, run_on_fakes
 from compile_ext.passes.readers import is_empty
 from compile_ext.passes.values import dtype_name, fake, tensor
 
-_KNOWN = ("aten", "prims")
 _DEEPEST = 200  # nodes: further up is another layer, and Python's stack has an end
 
 
@@ -31,13 +29,11 @@ class NodeExpressions:
     tensors among them. One instance for one graph that does not change."""
 
     def __init__(self, scopes: Sequence[Any]) -> None:
-        self._scopes = scopes
         self._table = Table()
         self._make = Arithmetic(self._table)
         self._of: dict[Node, tuple[Expr, ...] | Expr] = {}
         self._nodes: dict[Expr, list[Node]] = {}
-        # Layers repeat: running a node on fakes takes 0.5 ms, finding its trace again 20 us.
-        self._traces: dict[Any, Trace | None] = {}
+        self._traces = Traces(scopes)
         self._depth = 0
 
     def nodes(self, expr: Expr) -> list[Node]:
@@ -92,10 +88,7 @@ class NodeExpressions:
         return self._make.cast(value, target.dtype)
 
     def _computed(self, node: Node) -> Expr | None:
-        target = node.target
-        if isinstance(target, (OpOverload, OpOverloadPacket)) and _namespace(target) not in _KNOWN:
-            return None  # an op of somebody's: its fake need not run
-        trace = self._trace(node)
+        trace = self._traces.of(node) if not written_arguments(node) else None
         if trace is None or not trace.is_clear or trace.result is None:
             return None
         inputs = [self.of(x) for x in node.all_input_nodes if tensor(x) is not None]
@@ -104,17 +97,6 @@ class NodeExpressions:
             # Nothing that a pattern could have; but what is nearly one shall be seen.
             return self._leaf(node, *inputs)
         return found
-
-    def _trace(self, node: Node) -> Trace | None:
-        key = form_of(node)
-        if key not in self._traces:
-            inputs = [x for x in map(tensor, node.all_input_nodes) if x is not None]
-            trace = Trace(inputs)
-            ran = run_on_fakes(node, self._scopes, recorder=trace)
-            self._traces[key] = None if ran is None else trace.done(ran[0])
-        known = self._traces[key]
-        note_ops(node, None if known is None else known.ops)
-        return known
 
 
 def _is_pointwise(trace: Trace) -> bool:
@@ -140,34 +122,3 @@ def filled_by(buffer: Node) -> Node | None:
     write = writes[0]
     is_whole = len(write.args) == 2 and not write.kwargs and write.args[0] is buffer
     return write if is_whole and all(write < x or x is write for x in buffer.users) else None
-
-
-def _namespace(target: OpOverload | OpOverloadPacket) -> str:
-    if isinstance(target, OpOverload):
-        return target.namespace
-    return str(target._qualified_op_name).split("::")[0]
-
-
-def form_of(node: Node) -> Any:
-    """What a trace depends on: the call, with the form of each tensor in the place of its node."""
-    numbers = {x: i for i, x in enumerate(node.all_input_nodes)}
-
-    def frozen(x: Any) -> Any:
-        if isinstance(x, Node):
-            return numbers[x]
-        if isinstance(x, (list, tuple)):
-            return tuple(map(frozen, x))
-        if isinstance(x, dict):
-            return tuple((k, frozen(v)) for k, v in sorted(x.items()))
-        if isinstance(x, slice):
-            return "slice", frozen(x.start), frozen(x.stop), frozen(x.step)
-        return type(x), str(x)  # 1 == True == 1.0
-
-    def form(x: Node) -> Any:
-        value = fake(x)
-        if not isinstance(value, Tensor):
-            return str(value)
-        return value.dtype, value.device, str(value.shape), str(value.stride())
-
-    forms = tuple(map(form, numbers))
-    return node.op, node.target, frozen(node.args), frozen(node.kwargs), forms

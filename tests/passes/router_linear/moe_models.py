@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip(
@@ -72,3 +73,19 @@ def tiny(name: str, layers: int = 1) -> Any:
 def experts_of(name: str) -> Any:
     """The mixture of experts of a layer: the router, and what it routes to."""
     return tiny(name).model.layers[0].get_submodule(ROUTERS[name].split(".")[0])
+
+
+class SecondHalf(nn.Module):
+    """Of a decoder layer: the residual's sum, the norm, the experts."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        layer = tiny(name).model.layers[0]
+        self.norm = layer.post_attention_layernorm
+        self.experts = layer.get_submodule(ROUTERS[name].split(".")[0])
+
+    def forward(self, x: Tensor, residual: Tensor) -> Any:
+        h = residual + x
+        found = self.experts(self.norm(h))
+        out = found[0] if isinstance(found, tuple) else found
+        return h + out.view(h.shape)

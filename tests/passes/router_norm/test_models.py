@@ -6,28 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import MODELS, ROUTERS, tiny
+from moe_models import MODELS, SecondHalf
 from routed_model import PASS, SUM, tokens
-from torch import Tensor, nn
 
 # Eager rounds the logits to bfloat16 (2^-9), and the results, which are below 8: two steps.
 STEP = 2 * 8 * 2.0**-8
-
-
-class Half(nn.Module):
-    """The second half of a decoder layer: the residual's sum, the norm, the experts."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        layer = tiny(name).model.layers[0]
-        self.norm = layer.post_attention_layernorm
-        self.experts = layer.get_submodule(ROUTERS[name].split(".")[0])
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        h = residual + x
-        found = self.experts(self.norm(h))
-        out = found[0] if isinstance(found, tuple) else found
-        return h + out.view(h.shape)
 
 
 @pytest.mark.parametrize("m", [1, 5, "dynamic"])
@@ -38,7 +21,7 @@ def test_the_sum_and_the_norm_are_one_op(rewrite: Any, name: str, m: Any) -> Non
     for t in (x, residual) if m == "dynamic" else ():
         torch._dynamo.mark_dynamic(t, 1)
     options = {"compile_ext.memory_budget": 2**20}
-    got = rewrite(Half(name), x, residual, tolerance=STEP, options=options)
+    got = rewrite(SecondHalf(name), x, residual, tolerance=STEP, options=options)
     assert got.of(PASS) == [SUM]
     assert got.graph.count("compile_ext::add_rms_norm(") == 1
     assert "rsqrt" not in got.graph
