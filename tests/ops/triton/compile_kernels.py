@@ -104,6 +104,12 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "router_gemm_triton", "router", (x, b.to(BF16), None)
     yield "router_gemm_triton", "router fp32", (x.float(), b.float(), None)
     yield "router_gemm_triton", "router mixed", (x, b.float(), None)
+    for m in (1, 8):
+        yield "router_gemm_small_m_triton", f"router m={m}", (x[:1].expand(m, K), b.to(BF16), None)
+    yield "router_gemm_small_m_triton", "router m=1 fp32", (x[:1], b.float(), None)
+    one = x[:1], None, w, 1e-6, True, b.to(BF16), None
+    yield "rms_norm_router_triton", "router behind norm", one
+    yield "rms_norm_router_triton", "router behind sum", (one[0], x[1:2], *one[2:])
     x, bias = torch.zeros(1, 256), torch.zeros(256)
     yield "router_topk_triton", "choice", (x, None, 8, "softmax", 1, 1, 0.0, True, 1.0)
     yield "router_topk_triton", "choice of groups", (x, bias, 8, "sigmoid", 8, 4, 0.0, True, 2.5)
