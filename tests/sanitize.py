@@ -57,7 +57,30 @@ def exact(layer: Any, x: Tensor) -> Tensor:
     return dequantize_fp8_groups(a, scale).double() @ weight.double().t()
 
 
+def norms() -> None:
+    """Each kernel against the op's reference, with inputs at the end of their memory."""
+    ops = torch.ops.compile_ext
+    for m in (*TOKENS, 64):
+        for k in (1, 33, 200, 2880):
+            x, residual = (tail(torch.randn(m, k, device="cuda").bfloat16()) for _ in range(2))
+            blocks = tail(torch.randn(m, 3, k, device="cuda").bfloat16())
+            w = tail(torch.randn(k, device="cuda"))
+            calls: dict[Any, tuple[Any, ...]] = {
+                ops.rms_norm: (x, w, 1e-6, True),
+                ops.add_rms_norm: (x, residual, w, 1e-6, True),
+                ops.attn_residual: (x, blocks, w, 1e-6, w, 1e-6, True),
+            }
+            for op, args in calls.items():
+                got, want = (op(*args, pinned=kernel) for kernel in ("triton", "reference"))
+                got, want = ((t,) if isinstance(t, Tensor) else t for t in (got, want))
+                for g, t in zip(got, want, strict=True):
+                    # A score is off by 2^-18, and so is a weight of the mixture; then up to three
+                    # roundings to bfloat16.
+                    torch.testing.assert_close(g, t, rtol=2.0**-6, atol=2.0**-6)
+
+
 def main() -> None:
+    norms()
     for make in (ChannelFp8Linear, BlockFp8Linear):
         for n, k in SHAPES:
             torch._dynamo.reset()

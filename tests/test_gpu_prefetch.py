@@ -161,3 +161,52 @@ def test_no_host_sync_and_one_allocation() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert after - before == 1
     assert out.isfinite().all()
+
+
+def norms(x: Tensor, blocks: Tensor, w: Tensor, early: bool) -> list[Tensor]:
+    """A chain of norms, each of which lets the next one start before it has stored anything."""
+    results = [OPS.rms_norm(x, w, 1e-6, True, False)]
+    for _ in range(4):
+        y, total = OPS.add_rms_norm(results[-1], x, w, 1e-6, True, early)
+        z, mixed = OPS.attn_residual(total, blocks, w, 1e-6, w, 1e-6, True, early)
+        q, scale = OPS.rms_norm_quantize_fp8(z + y, w, 1e-6, True, False, early)
+        results += [
+            y,
+            total,
+            z,
+            mixed,
+            q.view(torch.uint8),
+            scale,
+            OPS.rms_norm(z, w, 1e-6, True, early),
+        ]
+    return results
+
+
+@pytest.mark.parametrize("m", [1, 3, 300])
+@pytest.mark.parametrize("k", [7168, 130])
+def test_norms_that_start_early_read_nothing_old(m: int, k: int) -> None:
+    """In a CUDA graph whose memory still holds what the replay before, of other numbers, left."""
+    w = torch.randn(k, device="cuda")
+    versions = [
+        (
+            torch.randn(m, k, device="cuda").bfloat16(),
+            torch.randn(m, 3, k, device="cuda").bfloat16(),
+        )
+        for _ in range(2)
+    ]
+    want = [norms(x, blocks, w, early=False) for x, blocks in versions]
+    assert not torch.equal(want[0][-1], want[1][-1])
+    x, blocks = (t.clone() for t in versions[0])
+    norms(x, blocks, w, early=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = norms(x, blocks, w, early=True)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(2000):
+        for old, new in zip((x, blocks), versions[i % 2], strict=True):
+            old.copy_(new)
+        graph.replay()
+        for g, t in zip(got, want[i % 2], strict=True):
+            wrong += (g != t).any()
+    assert int(wrong) == 0

@@ -12,7 +12,7 @@ import torch
 
 from compile_ext.passes.expressions.arithmetic import Arithmetic
 from compile_ext.passes.expressions.expression import Expr, to_float32
-from compile_ext.passes.expressions.forms import FLOAT32, Value, is_one, named, widens
+from compile_ext.passes.expressions.forms import FLOAT32, LOW, Value, is_one, named, widens
 from compile_ext.passes.values import is_static, same_size
 
 aten = torch.ops.aten
@@ -189,13 +189,24 @@ def _run_length(shape: tuple[Any, ...], dims: Any) -> int | None:
     return math.prod(int(shape[i]) for i in inner)
 
 
-def _softmax(make: Arithmetic, call: Call) -> Expr | None:
-    """Over the last dimension."""
-    x, dim = call.args[0], call.args[1]
-    is_plain = x.dtype == call.out.dtype == FLOAT32 and dim in (-1, len(x.shape) - 1)
-    if not is_plain or not is_static(x.shape[-1]):
+def last_size(x: Value, dim: int) -> int | None:
+    """The size of the last dimension, if that is the one, and a number."""
+    rank = len(x.shape)
+    is_last = rank > 0 and dim % rank == rank - 1 and is_static(x.shape[-1])
+    return int(x.shape[-1]) if is_last else None
+
+
+def in_float32(make: Arithmetic, expr: Expr, out: Value) -> Expr | None:
+    """ATen computes such a function of 16 bits in float32, and rounds once."""
+    if out.dtype not in (FLOAT32, *LOW.values()):
         return None
-    return make.new("softmax", x.expr, int(x.shape[-1]))
+    return make.cast(Value(expr, out.shape, FLOAT32), out.dtype)
+
+
+def _softmax(make: Arithmetic, call: Call) -> Expr | None:
+    x, dim = call.args[:2]
+    n = last_size(x, dim)
+    return None if n is None else in_float32(make, make.new("softmax", x.expr, n), call.out)
 
 
 def _weighted_sum(make: Arithmetic, call: Call) -> Expr | None:

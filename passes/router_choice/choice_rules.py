@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 from compile_ext.passes.expressions.arithmetic import Arithmetic
-from compile_ext.passes.expressions.aten_rules import Call, Rule, apply_rule
+from compile_ext.passes.expressions.aten_rules import (
+    Call,
+    Rule,
+    apply_rule,
+    in_float32,
+    last_size,
+)
 from compile_ext.passes.expressions.expression import Expr, to_float32
-from compile_ext.passes.expressions.forms import FLOAT32, LOW, Value
-from compile_ext.passes.values import is_static
+from compile_ext.passes.expressions.forms import FLOAT32, Value
 
 aten = torch.ops.aten
 
@@ -29,45 +34,25 @@ def apply_choice_rule(
     return rule(make, Call(args, kwargs, out))
 
 
-def _last(x: Value, dim: int) -> int | None:
-    """The size of the last dimension, if that is the one, and a number."""
-    rank = len(x.shape)
-    is_last = rank > 0 and dim % rank == rank - 1 and is_static(x.shape[-1])
-    return int(x.shape[-1]) if is_last else None
-
-
-def _in_float32(make: Arithmetic, expr: Expr, out: Value) -> Expr | None:
-    """ATen computes such a function of 16 bits in float32, and rounds once."""
-    if out.dtype not in (FLOAT32, *LOW.values()):
-        return None
-    return make.cast(Value(expr, out.shape, FLOAT32), out.dtype)
-
-
-def _softmax(make: Arithmetic, call: Call) -> Expr | None:
-    x, dim = call.args[:2]
-    n = _last(x, dim)
-    return None if n is None else _in_float32(make, make.new("softmax", x.expr, n), call.out)
-
-
 def _sigmoid(make: Arithmetic, call: Call) -> Expr | None:
-    return _in_float32(make, make.new("sigmoid", call.args[0].expr), call.out)
+    return in_float32(make, make.new("sigmoid", call.args[0].expr), call.out)
 
 
 def _topk(make: Arithmetic, call: Call) -> Expr | None:
     x, k, dim, largest = (*call.args, -1, True)[:4] if len(call.args) < 4 else call.args[:4]
-    n = _last(x, dim)
+    n = last_size(x, dim)
     return make.new("topk", x.expr, n, k) if n is not None and largest else None
 
 
 def _gather(make: Arithmetic, call: Call) -> Expr | None:
     x, dim, index = call.args[:3]
-    n = _last(x, dim)
+    n = last_size(x, dim)
     return None if n is None else make.new("gather", x.expr, n, index.expr)
 
 
 def _scatter(make: Arithmetic, call: Call) -> Expr | None:
     x, dim, index, value = call.args
-    n = _last(x, dim)
+    n = last_size(x, dim)
     number = _number(value)
     if n is None or number is None or call.kwargs:
         return None
@@ -138,7 +123,6 @@ def _number(value: Any) -> float | None:
 
 
 _RULES: dict[Any, Rule] = {
-    aten._softmax.default: _softmax,
     aten.sigmoid.default: _sigmoid,
     aten.sigmoid_.default: _sigmoid,
     aten.topk.default: _topk,
