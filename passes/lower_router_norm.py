@@ -47,9 +47,10 @@ _DETAILS = {
 
 
 def lower_router_norm(graph: Graph, ctx: PassContext) -> None:
-    exprs = NodeExpressions(ctx.scopes)
     routers = [call for node in graph.nodes if (call := _read_router(node)) is not None]
-    groups: dict[Expr, list[OpCall]] = {}
+    if not routers:
+        return
+    exprs, groups = NodeExpressions(ctx.scopes), dict[Expr, list[OpCall]]()
     for call in routers:
         groups.setdefault(exprs.of(call.arguments["a"]), []).append(call)
     found = [(calls, _find(y, exprs)) for y, calls in groups.items() if not _is_op(y)]

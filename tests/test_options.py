@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from compile_ext.ops.errors import OptionError
 from compile_ext.options import Options
@@ -75,7 +76,7 @@ def test_inductors_pdl_rules_ours_out() -> None:
     reason = "triton.enable_pdl: kernels that Inductor launches early may not wait"
     assert Options.parse().why_no_pdl() is None
     assert Options.parse(options={"triton.enable_pdl": True}).why_no_pdl() == reason
-    with torch._inductor.config.patch({"triton.enable_pdl": True}):
+    with inductor_config.patch({"triton.enable_pdl": True}):
         assert Options.parse().why_no_pdl() == reason
         assert Options.parse(options={"triton.enable_pdl": False}).why_no_pdl() is None
         assert Options.parse(options={"compile_ext.inner": "eager"}).why_no_pdl() is None

@@ -18,11 +18,12 @@ SHAPES = [(1, 8, 256), (5, 3, 129), (3, 1, 64), (2, 0, 32), (0, 4, 32), (4, 2, 1
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-def data(m: int, l: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # noqa: E741
+def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    m, length, k = shape
     # Blocks of different sizes; scores of a few units, so that no weight is 0 or 1.
-    sizes = torch.logspace(-1, 1, l + 1)[:, None]
-    stack = (torch.randn(m, l + 1, k) * sizes).to(dtype)
-    return stack[:, l].contiguous(), stack[:, :l], torch.randn(k) * 2 / k**0.5
+    sizes = torch.logspace(-1, 1, length + 1)[:, None]
+    stack = (torch.randn(m, length + 1, k) * sizes).to(dtype)
+    return stack[:, length].contiguous(), stack[:, :length], torch.randn(k) * 2 / k**0.5
 
 
 def model(x: Tensor, blocks: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -37,7 +38,7 @@ def model(x: Tensor, blocks: Tensor, norm_weight: Tensor, query: Tensor, eps: fl
 @pytest.mark.parametrize("round_before_weight", [False, True])
 @each_dtype
 def test_equals_the_model_and_the_norm_bit_by_bit(shape, round_before_weight, dtype):
-    x, blocks, query = data(*shape, dtype)
+    x, blocks, query = data(shape, dtype)
     key_weight, weight = torch.randn(shape[2]).to(dtype), torch.randn(shape[2]).to(dtype)
     scaled = key_weight.float() * query
     y, mixed = attn_residual(x, blocks, scaled, 1e-5, weight, EPS, round_before_weight)
@@ -50,7 +51,7 @@ def test_equals_the_model_and_the_norm_bit_by_bit(shape, round_before_weight, dt
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each_dtype
 def test_stays_near_float64(shape, dtype):
-    x, blocks, query = data(*shape, dtype)
+    x, blocks, query = data(shape, dtype)
     v = torch.cat((blocks, x[:, None]), 1).double()
     keys = v * (v.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
     weights = (keys * query.double()).sum(-1).softmax(-1)
@@ -80,7 +81,7 @@ def test_a_block_that_scores_high_takes_it_all():
 @each_dtype
 def test_opcheck(dtype, opcheck):
     for shape in SHAPES:
-        x, blocks, query = data(*shape, dtype)
+        x, blocks, query = data(shape, dtype)
         if not blocks.numel():  # opcheck takes no empty views
             x, blocks = (torch.randn(t.shape).to(dtype) for t in (x, blocks))
         stacked = torch.randn(shape[1], *x.shape).to(dtype).transpose(0, 1)

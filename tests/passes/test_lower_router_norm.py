@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from routed_model import EPS, NORM, PASS, SUM, K, Layer, tokens
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import compile_ext
 
@@ -179,6 +180,22 @@ def test_several_layers(rewrite: Any) -> None:
     assert "rsqrt" not in got.graph
 
 
+def test_a_residual_stream_that_is_written_in_place(rewrite: Any) -> None:
+    """The norm reads what it holds then; later writes come after the op."""
+
+    def body(self: Layer, x: Tensor) -> Any:
+        h = x.clone()
+        for _ in range(2):
+            h += 1.0
+            y = self.llama_norm(h)
+            logits = self.route(y)
+            h += self.experts(y)
+        return h, logits
+
+    got = rewrite(Layer(body), tokens(5, K))
+    assert got.of(PASS) == [NORM] * 2
+
+
 def test_two_routers_of_one_norm(rewrite: Any) -> None:
     def body(self: Layer, x: Tensor) -> Any:
         y = self.norm(x)
@@ -326,6 +343,35 @@ def test_not_where_the_normed_activation_is_written(rewrite: Any) -> None:
 
     got = rewrite(Layer(body), tokens(5, K))
     assert got.of(PASS) == [(False, "mul_ writes what it computes")]
+
+
+def test_not_where_the_norm_reads_what_is_written_meanwhile(rewrite: Any) -> None:
+    def body(self: Layer, x: Tensor) -> Any:
+        h = x.clone()
+        wide = h.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+        h.mul_(2.0)
+        return self.route((h.float() * scale).to(x.dtype)), h
+
+    ((fired, why),) = rewrite(Layer(body), tokens(5, K)).of(PASS)
+    assert not fired
+    assert why.startswith("no RMSNorm before it: ") or why == "mul_ writes what the norm reads"
+
+
+@pytest.mark.parametrize("place", ["checkpoint", "cond", "after a graph break"])
+def test_in_every_place(rewrite: Any, place: str) -> None:
+    def body(self: Layer, x: Tensor) -> Any:
+        def inside(x: Tensor) -> Tensor:
+            return self.route(self.llama_norm(x))
+
+        if place == "checkpoint":
+            return checkpoint(inside, x, use_reentrant=False)
+        if place == "cond":
+            return torch.cond(x.sum() > -1e9, inside, lambda x: x[:, :8].float() * 2.0, (x,))
+        torch._dynamo.graph_break()
+        return inside(x)
+
+    assert rewrite(Layer(body), tokens(5, K)).of(PASS) == [NORM]
 
 
 def test_not_under_autocast(rewrite: Any) -> None:
