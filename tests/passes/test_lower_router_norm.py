@@ -209,7 +209,7 @@ def test_two_routers_of_one_norm(rewrite: Any) -> None:
 def test_a_router_in_float32(rewrite: Any) -> None:
     def body(self: Layer, x: Tensor) -> Any:
         y = self.llama_norm(x)
-        return self.route(y.float()), self.experts(y)
+        return self.route(y.float()), self.experts(y), y.float()
 
     assert rewrite(Layer(body), tokens(5, K)).of(PASS) == [NORM]
 
