@@ -104,9 +104,32 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch: pytest.MonkeyPatch)
     assert len({x.digest for x in [key, *others]}) == 5
 
 
-def test_the_source_of_a_kernel_is_all_that_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+LISTED = """from compile_ext.ops import (  # noqa: F401
+    a as b,  # one
+    c,
+)
+x = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import compile_ext.ops.a", ["a"]),
+        ("    import compile_ext.ops.a as b", ["a"]),
+        ("from compile_ext.ops.a import f, g", ["a"]),
+        ("from compile_ext.ops import a, c as b", ["a", "c"]),
+        (LISTED, ["a", "c"]),
+        ("from compile_ext.passes import a\n# from compile_ext.ops import b", []),
+        ("import cutlass\nfrom compile_ext.opsy import a", []),
+    ],
+)
+def test_every_form_of_an_import(source: str, modules: list[str]) -> None:
+    found = [x.removeprefix("compile_ext.ops.") for x in cute_kernel._imports(source.encode())]
+    assert found == modules
+
+
+def test_the_source_of_a_kernel_is_all_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {
         "kernel": "import cutlass\nfrom compile_ext.ops import tiles\n",
         "tiles": "def f():\n    from compile_ext.ops.shuffles import g\n",
@@ -114,9 +137,11 @@ def test_the_source_of_a_kernel_is_all_that_it_imports(
         "host": "from compile_ext.ops import elsewhere\n",
         "cute_compile": "",
     }
-    monkeypatch.setattr(
-        cute_kernel, "_source", lambda m: sources[m.removeprefix("compile_ext.ops.")].encode()
-    )
+
+    def source(module: str) -> bytes:
+        return sources[module.removeprefix("compile_ext.ops.")].encode()
+
+    monkeypatch.setattr(cute_kernel, "_source", source)
 
     def now() -> str:
         cute_kernel.source_hash.cache_clear()
