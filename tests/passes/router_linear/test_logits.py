@@ -10,6 +10,8 @@ from expecttest import assert_expected_inline
 from router_model import LOGITS, PASS, Router, tokens
 from torch import Tensor
 
+import compile_ext
+
 # One step of bfloat16 at 8: the sum in another order may round to the other side.
 STEP = 8 * 2.0**-8
 
@@ -30,6 +32,19 @@ arg1: bfloat16[5, 32]
 %4: int64[5, 2] = getitem(%2, 1)
 return [%3, %4]""",
     )
+
+
+def test_the_router_keeps_its_row() -> None:
+    """What is said of the linear is said of the op, and not of the cast behind it."""
+    model = Router(lambda x, w: torch.topk(F.linear(x, w), 2))
+    options: dict[str, Any] = {"compile_ext.inner": "eager"}
+    with torch.no_grad():
+        torch.compile(model, backend="compile_ext", options=options)(tokens(1, 32))
+    [row] = compile_ext.explain(model).rows
+    assert row.op == "compile_ext::router_gemm_m1"
+    assert row.site is not None
+    passes = [d.pass_name for d in row.decisions if d.fired]
+    assert passes == ["lower_router_linear", "specialize_m1"]
 
 
 def test_both(rewrite: Any) -> None:

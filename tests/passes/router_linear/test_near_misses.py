@@ -34,7 +34,6 @@ NO_ROUTERS = {
     ),
     "float32 linear that is handed out": lambda x, w: F.linear(x.float(), w.float()).float(),
     "cast to float64": lambda x, w: F.linear(x, w).double(),
-    "permute that swaps nothing": lambda x, w: (x @ w.permute(0, 1).reshape(32, 16)).sum(),
     "several contracted": lambda x, w: torch.einsum("td,ed->e", x, w).float(),
     "addmm with a factor": lambda x, w: torch.addmm(w[0, :16], x, w.t(), alpha=2).float(),
     "addmm with a matrix": lambda x, w: torch.addmm(w[:5, :16], x, w.t()).float(),
@@ -58,9 +57,18 @@ def test_not_with_an_out_buffer(rewrite: Any) -> None:
     def into(x: Tensor, w: Tensor) -> Tensor:
         out = x.new_empty(5, 16)
         torch.mm(x, w.t(), out=out)
-        return out.float()
+        return out
 
-    assert rewrite(Router(into), tokens(5, 32)).of(PASS) == []
+    model = Router(into)
+    compile_ext.mark_router(model)
+    got = rewrite(model, tokens(5, 32))
+    assert got.of(PASS) == [(False, "it is marked as a router, and read by mm, which is no linear")]
+
+
+def test_a_permute_that_swaps_nothing(rewrite: Any) -> None:
+    model = Router(lambda x, w: (x @ w.permute(0, 1)).float(), n=32)
+    got = rewrite(model, tokens(5, 32), tolerance=2 * LOGITS)
+    assert ".t(" in got.graph  # the weight is [k, n]
 
 
 # ---- candidates that are refused -----------------------------------------------------------------
