@@ -124,8 +124,8 @@ def test_router_gemm(shape: tuple[int, ...], a_dtype: torch.dtype, b_dtype: torc
     assert got.dtype == torch.float32
     # 256 products, exact in float32 or rounded by 2^-24, are summed; each sum rounds by 2^-24.
     close(got, exact, 256 * 2.0**-24)
-    wanted = "aten" if a.numel() else "reference"
-    assert kernel(OPS.router_gemm.default, a, b, bias) == wanted
+    if a.numel():
+        assert kernel(OPS.router_gemm.default, a, b, bias) != "reference"
     if a.numel() == 256:
         assert torch.equal(router_gemm_m1(a, b, bias), got)
 

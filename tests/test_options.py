@@ -113,6 +113,7 @@ REFUSED = {
         {"compile_ext.pdl": False, "triton.enable_pdl": True},
         ["triton.enable_pdl = True", "False with compile_ext.pdl = False", "leave one out"],
     ),
+    "bf16_router as text": ({"compile_ext.bf16_router": "yes"}, ["True or False"]),
     "batch_invariant as text": ({"compile_ext.batch_invariant": "yes"}, ["True or False"]),
     "check as number": ({"compile_ext.check": 1}, ["compile_ext.check", "True or False"]),
     "inner": ({"compile_ext.inner": "nvfuser"}, ["'nvfuser'", "inductor, aot_eager, eager"]),
