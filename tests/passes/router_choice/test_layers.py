@@ -52,7 +52,8 @@ def test_one_launch(rewritten: Any, name: str) -> None:
 def test_graph_of_deepseek_v3(rewritten: Any) -> None:
     assert_expected_inline(
         rewritten("DeepseekV3")[0],
-        """rms_norm_router_topk(x, x, x, 1e-06, True, x, None, x, 2, sigmoid, 2, 1, -inf, True, 2.5)""",
+        """\
+rms_norm_router_topk(x, x, x, 1e-06, True, x, None, x, 2, sigmoid, 2, 1, -inf, True, 2.5)""",
     )
 
 
