@@ -59,7 +59,7 @@ def of_one_token(n: int, k: int, has_norm: bool) -> list[DotParameters]:
 
 def of_few_tokens(m: int, n: int, k: int) -> list[MmaParameters]:
     found = []
-    for cluster in (1, 2, 4, 8):
+    for cluster in (2, 4, 8):
         ctas = math.ceil(n / 16) * cluster
         for warps in (2, 4, 8, 16):
             for tokens in (8, 16, 32):

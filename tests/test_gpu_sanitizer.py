@@ -15,13 +15,19 @@ _FOUND = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanit
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_no_access_out_of_bounds() -> None:
+@pytest.mark.parametrize(
+    ("tool", "script"),
+    [("memcheck", "sanitize"), ("memcheck", "sanitize_router"), ("racecheck", "sanitize_router")],
+)
+def test_no_access_out_of_bounds_and_no_race(tool: str, script: str) -> None:
     # No skip: without the tool nothing was looked at.
     assert Path(_FOUND).exists(), "install compute-sanitizer, which comes with the CUDA toolkit"
-    command = [_FOUND, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
-    script = str(Path(__file__).with_name("sanitize.py"))
+    command = [_FOUND, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    path = str(Path(__file__).with_name(f"{script}.py"))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "clean" in done.stdout
-    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+    # memcheck's last line, and racecheck's
+    said = done.stdout + done.stderr
+    assert "ERROR SUMMARY: 0 errors" in said or "RACECHECK SUMMARY: 0 hazards" in said
