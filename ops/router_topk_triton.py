@@ -99,7 +99,7 @@ def _router_topk_kernel(  # type: ignore[no-untyped-def]
         at = tl.min(tl.where(key == tl.max(key), n, _LARGEST))
         rank = tl.where(n == at, i, rank)
         key = tl.where(n == at, _TAKEN, key)
-    is_chosen = (rank < TOP_K) & mask
+    is_chosen = (rank < TOP_K) & mask  # past the end of a group, n is one of the next group's
     if RENORMALIZE:
         p /= tl.sum(tl.where(is_chosen, p, 0.0)) + _TINY
     out = row * TOP_K + rank

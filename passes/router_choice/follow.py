@@ -67,10 +67,8 @@ class _Follower:
                     behind.append(x)
             if expr is not None:
                 self.found.exprs[node] = self._now[node] = expr
-            for x in behind:
-                for user in x.users:
-                    if node < user:
-                        heapq.heappush(todo, user)
+            for user in (u for x in behind for u in x.users):
+                heapq.heappush(todo, user)
         return self.found
 
     def _write(self, written: Node, expr: Expr | None) -> None:

@@ -95,6 +95,14 @@ def test_of_equal_values_the_first_is_chosen(scores: str, bias: Any) -> None:
     assert choose([0.0, -0.0, 0.0, -0.0], 4, zeros, scores=scores) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_equal_values(has_bias: bool) -> None:
+    x = torch.randint(0, 4, (3, 2048)).float()  # more than an unstable sort keeps in order by luck
+    _, ids = router_topk(x, torch.zeros(2048) if has_bias else None, top_k=2000)
+    for row, chosen in zip(x.tolist(), ids.tolist(), strict=True):
+        assert chosen == sorted(range(2048), key=lambda i, row=row: -row[i])[:2000]
+
+
 def test_of_equal_groups_the_first_is_chosen() -> None:
     row = [0.0, 0.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0]  # the last three groups have one sum
     grouped = {"scores": "sigmoid", "groups": 4, "top_groups": 2}

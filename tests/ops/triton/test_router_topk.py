@@ -84,6 +84,10 @@ def test_negative_zero_is_zero(device: str) -> None:
     check(x, None, 4, "softmax", 1, 1, -INF, True, 1.0)
 
 
+def test_weights_that_vanish(device: str) -> None:
+    check(torch.full((1, 8), -200.0, device=device), None, 2, "sigmoid", 1, 1, -INF, True, 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_of_the_bias(dtype: torch.dtype, device: str) -> None:
     bias = (torch.randint(0, 4, (24,)) / 8).to(dtype).to(device)
