@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_ext
-from compile_ext.ops import router_gemm
+from compile_ext.ops import router_gemm, triton_support
 from compile_ext.ops.define import definition_of
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 
@@ -201,6 +201,14 @@ def test_explain_names_the_router() -> None:
     [row] = [r for r in compile_ext.explain(compiled).rows if r.site]
     said = [d.detail for d in row.decisions if d.pass_name == PASS]
     assert (row.module, row.op, said) == ("w", "compile_ext::router_gemm", [FIRED[0][1]])
+
+
+def test_its_kernel_starts_while_the_router_runs(rewrite: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(triton_support, "has_pdl", lambda x: True)
+    got = rewrite(Model(grouped), tokens(1, 32), tolerance=ROUNDING)
+    said = "a kernel that can fetches the weight before its PDL wait"
+    assert got.of("prefetch_weights")[-1] == (True, said)
+    assert "-inf, True, 2.5, True)" in got.graph
 
 
 def test_not_under_autocast(rewrite: Any) -> None:
