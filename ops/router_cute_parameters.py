@@ -102,7 +102,8 @@ class MmaParameters(NamedTuple):
 
     Args:
         k: input features, a multiple of VECTOR.
-        cluster: CTAs that divide K among them: 1, 2, 4 or 8.
+        cluster: CTAs that divide K among them: 2, 4 or 8. Not 1: ``st.async`` is an illegal
+            instruction outside of a cluster.
         warps: of a CTA, that divide its share.
         tokens: of a CTA: 8, 16 or 32.
         bias: its dtype, or None.
