@@ -39,9 +39,11 @@ def _sigmoid(make: Arithmetic, call: Call) -> Expr | None:
 
 
 def _topk(make: Arithmetic, call: Call) -> Expr | None:
-    x, k, dim, largest = (*call.args, -1, True)[:4] if len(call.args) < 4 else call.args[:4]
+    x, k = call.args[:2]
+    dim = call.args[2] if len(call.args) > 2 else -1
+    is_largest = len(call.args) < 4 or call.args[3]
     n = last_size(x, dim)
-    return make.new("topk", x.expr, n, k) if n is not None and largest else None
+    return make.new("topk", x.expr, n, k) if n is not None and is_largest else None
 
 
 def _gather(make: Arithmetic, call: Call) -> Expr | None:

@@ -55,26 +55,31 @@ def exact(row: Tensor, weight: Tensor | None, b: Tensor, bias: Tensor | None) ->
 def test_against_float64(
     dtype: Any, b_dtype: Any, shape: Any, round_before_weight: bool, adds: bool
 ) -> None:
-    x, residual, weight, b, bias = operands(*shape, dtype, b_dtype)
+    k, n = shape
+    x, residual, weight, b, bias = operands(k, n, dtype, b_dtype)
     kept = [t.clone() for t in (x, residual)]
-    norm = {"weight": weight, "eps": EPS, "round_before_weight": round_before_weight}
+    norm: dict[str, Any] = {
+        "weight": weight,
+        "eps": EPS,
+        "round_before_weight": round_before_weight,
+    }
     y, total, logits = rms_norm_router(x, b, bias, residual=residual if adds else None, **norm)
     if adds:
-        want, want_total = add_rms_norm(x, residual, *norm.values())
+        want, want_total = add_rms_norm(x, residual, **norm)
         assert torch.equal(total, want_total)
     else:
-        want = rms_norm(x, *norm.values())
+        want = rms_norm(x, **norm)
         assert (total.shape, total.dtype) == ((0,), dtype)
     assert torch.equal(y, want)
     row, magnitudes = exact(total if adds else x, weight, b, bias)
     assert logits.dtype == torch.float32
     # k products and sums in float32, in any order, of a norm that is good to 2^-20.
-    bound = (shape[0] * 2.0**-24 + 2.0**-20) * magnitudes
+    bound = (k * 2.0**-24 + 2.0**-20) * magnitudes
     assert bool(((logits - row).abs() <= bound).all())
     # Of the two ops, the activation is rounded once or twice more, by half of eps each.
     far = (1 + round_before_weight) * torch.finfo(dtype).eps / 2 * magnitudes * (1 + 2.0**-7)
     assert bool(((router_gemm(want.float(), b, bias) - logits).abs() <= far + 2 * bound).all())
-    assert [torch.equal(t, k) for t, k in zip((x, residual), kept, strict=True)] == [True, True]
+    assert [torch.equal(*pair) for pair in zip((x, residual), kept, strict=True)] == [True, True]
 
 
 def test_the_logits_are_those_of_the_norm_that_is_not_rounded() -> None:

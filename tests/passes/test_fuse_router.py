@@ -282,6 +282,7 @@ def test_explain_shows_the_site() -> None:
         compiled(tokens(1, K), tokens(1, K))
     [row] = [r for r in compile_ext.explain(compiled).rows if r.site]
     assert (row.module, row.op) == ("w", "compile_ext::rms_norm_router")
+    assert row.site is not None
     assert (row.site.m, row.site.n, row.site.k, row.site.kernel) == ((1, 1), N, K, "test")
 
 
