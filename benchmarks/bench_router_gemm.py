@@ -13,6 +13,8 @@ that can fetch their weight before their PDL wait, as all calls of a model but t
     triton, cute    rms_norm, then the kernel of router_gemm by that name; "no pdl": each kernel
                     starts when the one in front has ended
     fused ...       rms_norm_router, one launch (M == 1)
+    + choice        fused cute, then router_topk (softmax, the best 8, renormalized)
+    with choice     rms_norm_router_topk, one launch
     op              rms_norm, then what router_gemm chooses
     bytes           weight, activations and logits once, at 4.3 TB/s (an H200's copy)
 """
@@ -35,6 +37,7 @@ from router_layers import EPS, ERROR, SHAPES, Layers, kernel
 from torch import Tensor
 
 from compile_ext.ops.define import Kernel, definition_of
+from compile_ext.ops.router_topk import router_topk_ref
 from compile_ext.tune.measure import GraphClock
 from compile_ext.tune.timing import summary
 
@@ -44,6 +47,8 @@ BYTES_PER_US = 4.3e6
 CUBLAS_ERROR = 1e-5
 # F.linear rounds its logits to bfloat16, before which a logit is at most sum |x| |w|.
 ROUNDED_ERROR = 2.0**-8
+NO_LOGITS = math.inf  # it keeps them to itself: ``assert_choice`` looks at its choice
+CHOICE = None, 8, "softmax", 1, 1, 0.0, True, 1.0
 Layer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -70,6 +75,28 @@ def fused(x: Tensor, norm: Tensor, b: Tensor, by: Kernel) -> tuple[Tensor, Tenso
     return y, logits
 
 
+def then_choice(x: Tensor, norm: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    y, logits = fused(x, norm, b, kernel("rms_norm_router", "cute"))
+    kernel("router_topk", "triton").launch((logits, *CHOICE), prefetch=True)
+    return y, logits
+
+
+def with_choice(x: Tensor, norm: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    args = x, None, norm, EPS, False, b, None, *CHOICE
+    y, _, _, ids = kernel("rms_norm_router_topk", "triton").launch(args, prefetch=True)
+    return y, ids
+
+
+def assert_choice(x: Tensor, norm: Tensor, b: Tensor) -> None:
+    """One launch chooses what router_topk's specification chooses of the same logits."""
+    _, logits = fused(x, norm, b, kernel("rms_norm_router", "triton"))
+    args = x, None, norm, EPS, False, b, None, *CHOICE
+    _, _, weights, ids = kernel("rms_norm_router_topk", "triton").launch(args, prefetch=False)
+    want_weights, want_ids = router_topk_ref(logits, *CHOICE)
+    assert torch.equal(ids, want_ids)
+    assert torch.allclose(weights, want_weights, rtol=1e-6, atol=0)
+
+
 def columns(m: int, b: Tensor) -> Iterator[tuple[str, Layer, float]]:
     """Each column: its name, a layer of it, and the error that it may have."""
     y = torch.empty(m, b.shape[1], device="cuda", dtype=torch.bfloat16)
@@ -94,6 +121,8 @@ def columns(m: int, b: Tensor) -> Iterator[tuple[str, Layer, float]]:
             by = kernel("rms_norm_router", name)
             if by.why_not(y, None, b[0], EPS, False, b, None) is None:
                 yield f"fused {name}", functools.partial(fused, by=by), ERROR
+        yield "fused + choice", then_choice, ERROR
+        yield "fused with choice", with_choice, NO_LOGITS
     definition = definition_of(torch.ops.compile_ext.router_gemm.default)
     assert definition is not None
     chosen = definition.kernel_for(y, b, None)[0]
@@ -111,7 +140,11 @@ def measure(layers: Layers, m: int, clock: GraphClock) -> dict[str, Any]:
     for name, layer, allowed in columns(m, layers.b[0]):
         call = layers.all_layers(layer)
         call()
-        error = layers.error(name.startswith("fused"))
+        if allowed is NO_LOGITS:
+            error = 0.0
+            assert_choice(layers.x, layers.norms[0], layers.b[0])
+        else:
+            error = layers.error(name.startswith("fused"))
         assert error <= allowed, f"{name} at M = {m}, {tuple(layers.b.shape)}: {error:.2e}"
         found[name] = {"error": error, "names": sorted(set(kernel_names(call)))}
         replays[name] = clock.prepare(call)

@@ -101,7 +101,7 @@ def _fake(
     return *fake_norm(x, residual), logits
 
 
-def _why_not_triton(x: Tensor, *_: object) -> str | None:
+def why_not_triton(x: Tensor, *_: object) -> str | None:
     reason = triton_support.why_not(x)
     if reason is None and not checks.at_most(x.shape[1], MOST_FEATURES):
         reason = f"takes K up to {MOST_FEATURES}, K is {x.shape[1]}"
@@ -119,7 +119,7 @@ KERNELS = (
     ),
     Kernel(
         "triton",
-        _why_not_triton,
+        why_not_triton,
         triton_support.run_of("rms_norm_router_triton"),
         prefetches=True,
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_ext.ops import checks
+from compile_ext.ops import checks, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.rms_norm_router import (
@@ -19,6 +19,7 @@ from compile_ext.ops.rms_norm_router import (
     check_router,
     fake_norm,
     rms_norm_router_ref,
+    why_not_triton,
 )
 from compile_ext.ops.router_topk import check_choice, fake_choice, router_topk_ref
 
@@ -78,7 +79,15 @@ OP = define_op(
     " -> (Tensor y, Tensor sum, Tensor weights, Tensor ids)",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=rms_norm_router_topk_ref),),
+    kernels=(
+        Kernel(
+            "triton",
+            why_not_triton,
+            triton_support.run_of("rms_norm_router_triton", "run_topk"),
+            prefetches=True,
+        ),
+        Kernel("reference", why_not=never, run=rms_norm_router_topk_ref),
+    ),
     contract=OpContract(
         gemm=Gemm(a="x", b="b", bias="bias"),
         prewait_reads=("weight", "b", "bias", "choice_bias"),

@@ -54,26 +54,14 @@ def _is_in_best_group(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _router_topk_kernel(  # type: ignore[no-untyped-def]
-    logits, bias, weights, ids,
-    each, masked, scale,
-    stride_m, stride_n, stride_bias,
+def choose(  # type: ignore[no-untyped-def]
+    x, added, n, mask, masked, scale,
     IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, EACH)[None, :]
-    n = tl.arange(0, ROWS)[:, None] * each + j  # [ROWS, EACH]
-    mask = (tl.arange(0, ROWS)[:, None] < GROUPS) & (j < each)
-    if HAS_BIAS:
-        added = tl.load(bias + n.to(tl.int64) * stride_bias, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-    x = tl.load(logits + row * stride_m + n.to(tl.int64) * stride_n, mask=mask, other=-float("inf"))
-
+    """The rank of each expert ``[ROWS, EACH]``, TOP_K of those that are not chosen; its weight; and
+    whether it is chosen."""
     # The logits decide alone: the largest is then among the chosen, and what divides cancels out.
     BY_LOGITS: tl.constexpr = not HAS_BIAS and GROUPS == 1
     if IS_SOFTMAX:
@@ -102,8 +90,37 @@ def _router_topk_kernel(  # type: ignore[no-untyped-def]
     is_chosen = (rank < TOP_K) & mask  # past the end of a group, n is one of the next group's
     if RENORMALIZE:
         p /= tl.sum(tl.where(is_chosen, p, 0.0)) + _TINY
+    return rank, p * scale, is_chosen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _router_topk_kernel(  # type: ignore[no-untyped-def]
+    logits, bias, weights, ids,
+    each, masked, scale,
+    stride_m, stride_n, stride_bias,
+    IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, EACH)[None, :]
+    n = tl.arange(0, ROWS)[:, None] * each + j  # [ROWS, EACH]
+    mask = (tl.arange(0, ROWS)[:, None] < GROUPS) & (j < each)
+    added = tl.zeros([ROWS, EACH], tl.float32)
+    if HAS_BIAS:
+        added += tl.load(bias + n.to(tl.int64) * stride_bias, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(logits + row * stride_m + n.to(tl.int64) * stride_n, mask=mask, other=-float("inf"))
+
+    rank, p, is_chosen = choose(
+        x, added, n, mask, masked, scale,
+        IS_SOFTMAX, HAS_BIAS, TOP_K, GROUPS, TOP_GROUPS, RENORMALIZE, ROWS, EACH,
+    )  # fmt: skip
     out = row * TOP_K + rank
-    tl.store(weights + out, p * scale, mask=is_chosen)
+    tl.store(weights + out, p, mask=is_chosen)
     tl.store(ids + out, n.to(tl.int64), mask=is_chosen)
 
 

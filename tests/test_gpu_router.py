@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import compile_ext
 from compile_ext.ops import triton_support
 from compile_ext.ops.define import Kernel, definition_of
+from compile_ext.ops.router_topk import router_topk_ref
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.compile_ext
@@ -91,6 +92,32 @@ def test_rms_norm_router_by_each_kernel(n: int, k: int, how: str) -> None:
         assert bool(((y.double() - exact).abs() <= ulps * 2.0**-8 * exact.abs()).all())
         assert_logits(logits, exact, b, args[6])
     assert "triton" in ran
+
+
+CHOICES = {
+    "Qwen3": (None, 8, "softmax", 1, 1, 0.0, True, 1.0),
+    "DeepSeek": (torch.float32, 8, "sigmoid", 8, 4, float("-inf"), True, 2.5),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize(("n", "k"), [(256, 7168), (64, 2048), (128, 1032)], ids=str)
+def test_rms_norm_router_topk(n: int, k: int, choice: tuple[Any, ...]) -> None:
+    """Whatever program is the last: 200 launches, with and without the attribute."""
+    bias, *rest = choice
+    added = None if bias is None else torch.randn(n, device="cuda")
+    x, residual = (torch.randn(1, k, device="cuda").bfloat16() for _ in range(2))
+    weight = (torch.rand(k, device="cuda") + 0.5).bfloat16()
+    b = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16()
+    norm = x, residual, weight, EPS, False, b, None
+    y, total, logits = OPS.rms_norm_router(*norm, pinned="triton")
+    want_weights, want_ids = router_topk_ref(logits, added, *rest)
+    for i in range(200):
+        found = OPS.rms_norm_router_topk(*norm, added, *rest, i % 2 == 1, pinned="triton")
+        assert torch.equal(found[0], y)
+        assert torch.equal(found[1], total)
+        assert torch.equal(found[3], want_ids)
+        assert torch.allclose(found[2], want_weights, rtol=1e-6, atol=0)
 
 
 class Layer(nn.Module):
@@ -188,7 +215,9 @@ def test_a_producer_that_stores_late(n: int, k: int, m: int) -> None:
         total = OPS.add_rms_norm(y, x, weight, EPS, False, prefetch)
         found = [y, *total, OPS.router_gemm(total[0], b, None, prefetch)]
         if m == 1:
-            found += OPS.rms_norm_router(x, total[0], weight, EPS, False, b, None, prefetch)
+            norm = x, total[0], weight, EPS, False, b, None
+            found += OPS.rms_norm_router(*norm, prefetch)
+            found += OPS.rms_norm_router_topk(*norm, *CHOICES["Qwen3"], prefetch)
         return found
 
     want = layer(x, False)

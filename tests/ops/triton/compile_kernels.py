@@ -40,6 +40,7 @@ ORDER = r"griddepcontrol\.\w+|(?:ld|st)\.global"
 # The function of a call and its kernel, where they are not run and the module's only kernel.
 WAYS = {
     "heads": ("run_bmm", "_batched_kernel"),
+    "router and choice": ("run_topk", "_rms_norm_router_kernel"),
     "sum": ("run_add", "_rms_norm_kernel"),
     "groups": ("group_of_each_block", "_group_kernel"),
     "idle": ("zero_idle_rows", "_zero_kernel"),
@@ -110,6 +111,8 @@ def calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     one = x[:1], None, w, 1e-6, True, b.to(BF16), None
     yield "rms_norm_router_triton", "router behind norm", one
     yield "rms_norm_router_triton", "router behind sum", (one[0], x[1:2], *one[2:])
+    choice = torch.zeros(N), 8, "sigmoid", 8, 4, 0.0, True, 2.5
+    yield "rms_norm_router_triton", "router and choice", (*one, *choice)
     x, bias = torch.zeros(1, 256), torch.zeros(256)
     yield "router_topk_triton", "choice", (x, None, 8, "softmax", 1, 1, 0.0, True, 1.0)
     yield "router_topk_triton", "choice of groups", (x, bias, 8, "sigmoid", 8, 4, 0.0, True, 2.5)

@@ -42,7 +42,7 @@ def test_for_ampere_ada_and_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == 3 * 41 - 4
+    assert len(made) == 3 * 42 - 4
     assert [x for x in made if x["spilled"]] == []
     for x in made:
         assert_order(x)
