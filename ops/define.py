@@ -36,7 +36,7 @@ class Kernel:
     """One implementation of an op.
 
     Args:
-        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``deep_gemm``,
+        name: ``reference``, ``aten``, ``triton``, ``triton_small_m``, ``cute``, ``deep_gemm``,
             ``batch_invariant``.
         why_not: gets the call's arguments; the reason why it cannot run them, or None.
         run: computes the result, a new tensor or a tuple of them; gets the same arguments, already

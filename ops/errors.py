@@ -101,7 +101,7 @@ class OptionError(CompileExtError, ValueError):
 
 
 class MarkError(CompileExtError, ValueError):
-    """``mark_router`` of what has no weight, or more than one."""
+    """``mark_router`` of what is no module, or has no matrix, or several."""
 
 
 class NotCompiledError(CompileExtError, RuntimeError):

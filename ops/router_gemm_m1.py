@@ -1,8 +1,7 @@
 """``router_gemm`` for exactly one token, the shape of decode.
 
-A separate op, so that the choice shows in the graph: a kernel of its own could fetch weight tiles
-before the PDL wait, which is worth most where a layer has one token. So far it runs the kernels of
-router_gemm.
+A separate op, so that the choice shows in the graph, and ``fuse_router`` finds it there. It has the
+kernels of router_gemm, which look at M themselves.
 """
 
 from __future__ import annotations
