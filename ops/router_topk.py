@@ -70,7 +70,8 @@ def _first_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, indices.clone(memory_format=torch.contiguous_format)
 
 
-def _check(logits: Tensor, bias: Tensor | None, *choice: Any) -> None:
+def check(logits: Tensor, bias: Tensor | None, *choice: Any) -> None:
+    """Raise for arguments that the op refuses."""
     checks.dtype_in(NAME, "logits", logits, (torch.float32,))
     if logits.dim() == 0:
         raise RankError(
@@ -130,7 +131,7 @@ def _why_not_triton(logits: Tensor, bias: Tensor | None, top_k: int, *_: object)
 OP = define_op(
     f"{NAME}(Tensor logits, Tensor? bias, int top_k, str scores, int groups, int top_groups,"
     " float masked, bool renormalize, float scale) -> (Tensor weights, Tensor ids)",
-    check=_check,
+    check=check,
     fake=_fake,
     kernels=(
         Kernel(

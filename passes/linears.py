@@ -97,8 +97,11 @@ def _read_einsum(node: Node) -> Linear | None:
     lead, k = terms[0][:-1], terms[0][-1:]
     n = terms[1].replace(k, "", 1)
     is_linear = len(n) == 1 and n not in terms[0] and k not in lead and out == lead + n
-    if not is_linear:
+    rows, matrix = tensor(x), tensor(weight)
+    if not is_linear or rows is None or matrix is None:
         return None
+    if not same_size(rows.shape[-1], matrix.shape[terms[1].index(k)]):
+        return None  # einsum repeats a K of 1
     return Linear(node, x, weight, None, layout="nt" if terms[1] == n + k else "nn")
 
 
@@ -123,7 +126,8 @@ def _read_biased(node: Node) -> Linear | None:
         if not isinstance(product, Node) or len(product.users) != 1:
             continue
         linear = _read_product(product)
-        if linear is not None and linear.bias is None and _is_bias(bias, node):
+        # Of the product's columns: a sum may broadcast them, too.
+        if linear is not None and linear.bias is None and _is_bias(bias, product):
             assert isinstance(bias, Node)
             return Linear(product, linear.x, linear.weight, bias, linear.layout)
     return None

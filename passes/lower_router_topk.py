@@ -27,16 +27,18 @@ import operator
 from torch.fx import Graph, Node
 
 from compile_ext.ops.define import OpDefinition, definition_of
+from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
 from compile_ext.ops.router_topk import OP as ROUTER_TOPK
+from compile_ext.ops.router_topk import check
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.expressions.traces import Traces
 from compile_ext.passes.norms.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.router_choice.follow import follow
 from compile_ext.passes.router_choice.region import Region, find_region
-from compile_ext.passes.values import fake, tensor
+from compile_ext.passes.values import fake, same_size, tensor
 from compile_ext.passes.views import is_written_through
 
 
@@ -73,8 +75,17 @@ def _why_not(region: Region, ctx: PassContext) -> str | None:
     router = region.router
     if is_written_through(router, ctx):
         return "the graph writes the logits"
-    args = map(tensor, (router, region.bias))
-    kernel, reasons = _definition().kernel_for(*args, *region.choice.arguments)
+    logits, bias = tensor(router), tensor(region.bias)
+    assert logits is not None
+    n = logits.shape[-1]
+    if bias is not None and not (same_size(bias.numel(), n) and same_size(bias.shape[-1], n)):
+        return f"its bias is {list(bias.shape)}, not [{n}]"
+    args = logits, None if bias is None else bias.reshape(-1), *region.choice.arguments
+    try:
+        check(*args)
+    except CompileExtError as refusal:
+        return str(refusal)
+    kernel, reasons = _definition().kernel_for(*args)
     if kernel.name == "reference":
         return "; ".join(f"{name}: {text}" for name, text in reasons.items())
     return region.why_not_alone()

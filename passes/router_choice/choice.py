@@ -107,8 +107,11 @@ def _without_division(x: Expr) -> tuple[Expr, Expr | None]:
 
 def _is_sum(total: Expr, weights: Expr, k: int, is_large: bool, numbers: list[InputNumber]) -> bool:
     """Whether what divides the weights is their sum as the op adds it up."""
-    summed = total.args[0] if total.op == "repeat" else total
-    added = 0.0
+    if k > 1:  # a sum of each row; without the repeat it would be one row of sums (k tokens)
+        if total.op != "repeat" or total.args[1] != k:
+            return False
+        total = total.args[0]
+    summed, added = total, 0.0
     if summed.op == "add" and not isinstance(summed.args[1], Expr):
         summed, added = summed.args[0], _number(summed.args[1], numbers)
     is_tiny = added == to_float32(TINY) or (added == 0.0 and is_large)

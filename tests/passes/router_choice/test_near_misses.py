@@ -152,6 +152,63 @@ def test_not_a_choice_that_the_op_knows(rewrite: Any, case: str) -> None:
     assert "router_topk" not in got.graph
 
 
+def test_not_a_row_of_sums(rewrite: Any) -> None:
+    """Without keepdim, k tokens: each weight is divided by the sum of another token."""
+
+    def body(x: Tensor, b: Tensor) -> Any:
+        w, ids = x.softmax(-1).topk(TOP_K)
+        return w / w.sum(-1), ids
+
+    got = rewrite(Model(body), tokens(TOP_K, 32), tolerance=1e-6)
+    assert got.of(PASS) == [(True, "top 4 of 24, softmax")]
+    assert "softmax, 1, 1, 0.0, False, 1.0)" in got.graph  # not renormalized
+
+
+def chosen(scores: Tensor, biased: Tensor, k: int = TOP_K) -> Any:
+    ids = biased.topk(k)[1]
+    return scores.gather(1, ids), ids
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no expert": (lambda x, b: chosen(x.sigmoid(), x.sigmoid() + b, 0), "top_k = 0, n = 24"),
+    "a bias of integers": (lambda x, b: chosen(x.sigmoid(), x.sigmoid() + b), "bias of int64"),
+    "a bias for each token": (
+        lambda x, b: chosen(x.sigmoid(), x.sigmoid() + b.float()), "its bias is [5, 24], not [24]"),
+}  # fmt: skip
+BIASES = {
+    "a bias of integers": torch.arange(N) % 3,
+    "a bias for each token": torch.arange(5.0 * N).view(5, N).cos(),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_not_what_the_op_refuses(rewrite: Any, case: str) -> None:
+    body, reason = REFUSED[case]
+    model = Model(body)
+    model.bias = BIASES.get(case, model.bias)
+    got = rewrite(model, tokens(5, 32), tolerance=1e-6)
+    ((fired, said),) = got.of(PASS)
+    assert not fired
+    assert reason in said
+    assert "router_topk" not in got.graph
+
+
+def test_not_the_best_of_no_groups(rewrite: Any) -> None:
+    def body(x: Tensor, b: Tensor) -> Any:
+        scores = x.sigmoid()
+        best = scores.view(-1, GROUPS, N // GROUPS).topk(2)[0].sum(-1)
+        mask = torch.zeros_like(best).scatter(1, best.topk(0)[1], 1)
+        mask = mask.unsqueeze(-1).expand(-1, GROUPS, N // GROUPS).reshape(-1, N)
+        # All count as 0, and are equal: which are chosen is not compared.
+        w = scores.gather(1, scores.masked_fill(~mask.bool(), 0.0).topk(TOP_K)[1])
+        return torch.zeros_like(w)
+
+    got = rewrite(Model(body), tokens(5, 32))
+    ((fired, said),) = got.of(PASS)
+    assert not fired
+    assert "top_groups = 0" in said
+
+
 @pytest.mark.parametrize("body", [softmax_over_tokens, smallest, of_half_of_them])
 def test_not_what_is_chosen_from_other_numbers(rewrite: Any, body: Any) -> None:
     got = rewrite(Model(body), tokens(50, 32))

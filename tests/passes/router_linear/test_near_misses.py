@@ -53,6 +53,24 @@ def test_not_the_softmax_of_a_float32_model(rewrite: Any) -> None:
     assert rewrite(model, torch.randn(5, 32)).of(PASS) == []
 
 
+REPEATED: dict[str, tuple[Any, list[int], list[int]]] = {
+    "columns by the bias": (lambda x, w, b: (x @ w.t() + b).float(), [1, 32], [16]),
+    "K of the weight": (lambda x, w, b: torch.einsum("td,ed->te", x, w).float(), [16, 1], [16]),
+    "K of x": (lambda x, w, b: torch.einsum("td,ed->te", x[:, :1], w).float(), [16, 32], [16]),
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_not_what_torch_repeats_to_fit(rewrite: Any, case: str) -> None:
+    """The op would refuse the shapes. A bias that repeats the columns of the product stays behind
+    it."""
+    body, weight, bias = REPEATED[case]
+    model = Router(body, *weight, bias=True)
+    model.bias = nn.Parameter(torch.randn(bias).bfloat16())
+    got = rewrite(model, tokens(5, 32), tolerance=2 * LOGITS)
+    assert [fired for fired, _ in got.of(PASS)] == [True] * (case == "columns by the bias")
+
+
 def test_not_with_an_out_buffer(rewrite: Any) -> None:
     def into(x: Tensor, w: Tensor) -> Tensor:
         out = x.new_empty(5, 16)
