@@ -8,7 +8,7 @@
     after:  w, ids = router_topk(logits, bias, k, "sigmoid", groups, top_groups, -inf, True, 2.5)
 
 Spellings are not compared. What is behind the logits of a router_gemm is run on fakes, and read off
-its ATen ops (``router_choice/``), writes in place among them.
+its ATen ops (``router_topk/``), writes in place among them.
 Legal: nothing else reads what lies between the logits and the results; the logits themselves may
 have other readers. The weights are those of eager but for rounding; so are the experts, where no
 two are closer than that. Of equal scores ``torch.topk`` takes any, on CUDA others than on the CPU,
@@ -36,8 +36,8 @@ from compile_ext.passes.context import PassContext
 from compile_ext.passes.expressions.traces import Traces
 from compile_ext.passes.norms.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
-from compile_ext.passes.router_choice.follow import follow
-from compile_ext.passes.router_choice.region import Region, find_region
+from compile_ext.passes.router_topk.follow import follow
+from compile_ext.passes.router_topk.region import Region, find_region
 from compile_ext.passes.values import fake, same_size, tensor
 from compile_ext.passes.views import is_written_through
 

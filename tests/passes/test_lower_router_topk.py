@@ -1,6 +1,6 @@
 """lower_router_topk: where it fires, what the graph looks like then, and when it stands back.
 
-Spellings and near misses are in ``router_choice/``."""
+Spellings and near misses are in ``router_topk/``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from compile_ext.passes.expressions.expression import Expr, Table
 from compile_ext.passes.expressions.trace import evaluate
 from compile_ext.passes.expressions.traces import Traces
 from compile_ext.passes.readers import is_fill, weight_source
-from compile_ext.passes.router_choice.choice_rules import apply_choice_rule
+from compile_ext.passes.router_topk.choice_rules import apply_choice_rule
 from compile_ext.passes.values import dtype_name, storage, tensor
 
 

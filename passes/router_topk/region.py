@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from compile_ext.passes.readers import is_choice, is_score_step
-from compile_ext.passes.router_choice.choice import Choice, read_choice
-from compile_ext.passes.router_choice.follow import Followed
+from compile_ext.passes.router_topk.choice import Choice, read_choice
+from compile_ext.passes.router_topk.follow import Followed
 from compile_ext.passes.values import is_static, tensor
 
 
