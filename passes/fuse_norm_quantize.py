@@ -35,7 +35,7 @@ def fuse_norm_quantize(graph: Graph, ctx: PassContext) -> None:
     candidates = list(find_candidates(graph, NodeExpressions(ctx.scopes)))
     if not candidates:
         return
-    writers, sums = Writers(graph, ctx), dict[Node, Node]()
+    writers, replaced = Writers(graph, ctx), dict[Node, Node]()
     for cast, region in candidates:
         if isinstance(region, str):
             ctx.entry(cast)
@@ -44,7 +44,7 @@ def fuse_norm_quantize(graph: Graph, ctx: PassContext) -> None:
         ctx.entry(cast, region.weight)
         results = {expr: i for i, expr in enumerate(region.kinds)}
         ops = NormOp(RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE, results)
-        call = place_norm(region, ops, writers, sums, ctx)
+        call = place_norm(region, ops, writers, replaced, ctx)
         if isinstance(call, str):
             ctx.skipped(cast, call)
             continue

@@ -54,9 +54,9 @@ def lower_router_norm(graph: Graph, ctx: PassContext) -> None:
     for call in routers:
         groups.setdefault(exprs.of(call.arguments["a"]), []).append(call)
     found = [(calls, _find(y, exprs)) for y, calls in groups.items() if not _is_op(y)]
-    writers, sums = Writers(graph, ctx), dict[Node, Node]()
+    writers, replaced = Writers(graph, ctx), dict[Node, Node]()
     for calls, regions in found:
-        placed = regions if isinstance(regions, str) else _place(regions, writers, sums, ctx)
+        placed = regions if isinstance(regions, str) else _place(regions, writers, replaced, ctx)
         if isinstance(placed, str):
             for call in calls:
                 ctx.entry(call.node, call.arguments["b"])
@@ -111,17 +111,20 @@ def _dtype_of(x: Node) -> torch.dtype | None:
 
 
 def _place(
-    found: tuple[Region, Region | None], writers: Writers, sums: dict[Node, Node], ctx: PassContext
+    found: tuple[Region, Region | None],
+    writers: Writers,
+    replaced: dict[Node, Node],
+    ctx: PassContext,
 ) -> Node | str:
     norm, mixture = found
     left = ""
     if mixture is not None:
-        call = place_mixture(mixture, writers, ctx)
+        call = place_mixture(mixture, writers, replaced, ctx)
         if isinstance(call, Node):
             return _fired(call, mixture, "", ctx)
         left = f"; the attention residuals stay: {call}"
     ops = NormOp(RMS_NORM, ADD_RMS_NORM, {norm.norm.y: 0})
-    call = place_norm(norm, ops, writers, sums, ctx)
+    call = place_norm(norm, ops, writers, replaced, ctx)
     return _fired(call, norm, left, ctx) if isinstance(call, Node) else call
 
 

@@ -89,8 +89,12 @@ def find_mixture(starts: list[Node], exprs: NodeExpressions, norm: Norm) -> Regi
     )
 
 
-def place_mixture(region: Region, writers: Writers, ctx: PassContext) -> Node | str:
-    """The call of ``attn_residual`` in the place of a region, or the reason why not."""
+def place_mixture(
+    region: Region, writers: Writers, replaced: dict[Node, Node], ctx: PassContext
+) -> Node | str:
+    """The call of ``attn_residual`` in the place of a region, or the reason why not; ``replaced``
+    as in ``place_norm``."""
+    region.follow(replaced)
     y, mixed = region.norm.y, region.norm.inputs["x"]
     mixture = read_mixture(mixed)
     assert mixture is not None
@@ -104,7 +108,10 @@ def place_mixture(region: Region, writers: Writers, ctx: PassContext) -> Node | 
         return "others read the mixture before the norm's weight is there"
     make = partial(_call, region, mixture, _parts(region, writers), ctx)
     placed = place_op(region, make, before, results, region.nodes_of["v"], ctx)
-    return placed if isinstance(placed, str) else placed.call
+    if isinstance(placed, str):
+        return placed
+    replaced.update(placed.results)
+    return placed.call
 
 
 def _why_unfit(region: Region, mixture: Mixture) -> str | None:

@@ -36,17 +36,17 @@ class NormOp:
 
 
 def place_norm(
-    region: Region, ops: NormOp, writers: Writers, sums: dict[Node, Node], ctx: PassContext
+    region: Region, ops: NormOp, writers: Writers, replaced: dict[Node, Node], ctx: PassContext
 ) -> Node | str:
     """The call that comes in the place of a region, with the sum before it where that can be, or
     the reason why not.
 
     Args:
-        sums: the sums that calls have made so far: of two norms of one sum, the second reads what
-            the first call gives.
+        replaced: what came in the place of nodes since the region was found: a norm of a sum, or of
+            a norm, for which a call was placed, reads what that call gives.
     """
+    region.follow(replaced)
     x = region.nodes_of["x"]
-    region.nodes_of["x"] = x = sums.get(x, x)
     reason = why_not_placed(region, writers, ctx)
     if reason is not None:
         return reason
@@ -56,11 +56,14 @@ def place_norm(
         make = partial(_call, region, ops.adding, addends, ctx)
         placed = place_op(region, make, x, {**results, x: len(ops.results)}, addends[0], ctx)
         if not isinstance(placed, str):
-            sums[x] = placed.results[x]
+            replaced.update(placed.results)
             return placed.call
     before = min(n for n in region.computed() if n in region.results)
     placed = place_op(region, partial(_call, region, ops.op, (x,), ctx), before, results, x, ctx)
-    return placed if isinstance(placed, str) else placed.call
+    if isinstance(placed, str):
+        return placed
+    replaced.update(placed.results)
+    return placed.call
 
 
 def why_not_placed(region: Region, writers: Writers, ctx: PassContext) -> str | None:

@@ -58,6 +58,17 @@ class Region:
     def weight(self) -> Node | None:
         return self.nodes_of.get("weight")
 
+    def follow(self, replaced: Mapping[Node, Node]) -> None:
+        """Read what came in the place of the nodes that it reads, since it was found."""
+
+        def latest(node: Node) -> Node:
+            while node in replaced:
+                node = replaced[node]
+            return node
+
+        self.nodes_of.update({name: latest(x) for name, x in self.nodes_of.items()})
+        self.reads = {latest(x) for x in self.reads}
+
     def nodes(self) -> list[Node]:
         return sorted({*self.inner, *self.results})
 

@@ -392,6 +392,22 @@ def test_not_under_autocast(rewrite: Any) -> None:
     assert skipped(rewrite, body) == "it is inside an autocast region"
 
 
+@pytest.mark.usefixtures("router_norm_kernel")
+def test_a_norm_of_what_a_norm_gives(rewrite: Any) -> None:
+    """The second one's input is replaced before its own turn comes."""
+
+    def body(m: Model, x: Tensor) -> Any:
+        y = nn.functional.rms_norm(x, (K,), m.norm, 1e-6)
+        first = nn.functional.linear(y, m.w).float()
+        z = nn.functional.rms_norm(y, (K,), m.norm, 1e-6)
+        return first, nn.functional.linear(z, m.w).float(), z
+
+    got = rewrite(Model(body), tokens(1, K), tolerance=LOGITS)
+    assert got.of(PASS) == [(True, TWO), (True, TWO)]
+    assert got.graph.count("compile_ext::rms_norm_router(") == 2
+    assert "compile_ext::rms_norm(" not in got.graph
+
+
 class TestWithoutAKernel:
     @pytest.fixture
     def fused_kernel(self) -> None:
