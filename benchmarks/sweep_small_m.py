@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compile_ext.ops import dequantize_fp8_blocks, dequantize_fp8_groups
 from compile_ext.ops.block_scaled_mm_small_m import MEASURED, Config, run
-from compile_ext.ops.block_scaled_mm_spec import FEW_COLUMNS, MOST_TOKENS
+from compile_ext.ops.block_scaled_mm_spec import FEW_COLUMNS, MAX_TOKENS
 from compile_ext.tune.measure import RELATIVE_ERROR, GraphClock, relative_error
 from compile_ext.tune.operands import OPERANDS, SHAPES, Weights
 from compile_ext.tune.timing import summary
@@ -106,7 +106,7 @@ def main(
     json_path: JsonPath = None,
     ship: Annotated[bool, typer.Option("--ship", help="write what the kernel reads")] = False,
 ) -> None:
-    shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS if m <= MOST_TOKENS or n <= FEW_COLUMNS]
+    shapes = [(m, n, k) for n, k in SHAPES for m in TOKENS if m <= MAX_TOKENS or n <= FEW_COLUMNS]
     jobs = [(*shape, config) for shape in shapes for config in configs(shape[0], shape[2])]
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp.get_context("spawn")) as pool:
         for message in pool.map(compile_one, jobs):

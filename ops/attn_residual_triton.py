@@ -21,9 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compile_ext.ops.rms_norm_triton import normed, warps_of
 from compile_ext.ops.triton_support import device_of, has_pdl
 
-_ROWS = (
-    2  # 8 elements a thread each: with 4, 7168 features spill registers (Triton 3.6, sm_80 to 90)
-)
+# 8 elements a thread each: with 4, 7168 features spill registers (Triton 3.6, SM80 to 90).
+_ROWS = 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -20,10 +20,10 @@ from compile_ext.ops.define import Kernel, never
 from compile_ext.ops.errors import ShapeError
 from compile_ext.ops.quantize import BLOCK, dequantize_fp8_groups, quantize_fp8_groups
 
-MOST_TOKENS = 16  # of block_scaled_mm_small_m.py, where it is bound by the bytes of the weight
+MAX_TOKENS = 16  # of block_scaled_mm_small_m.py, where it is bound by the bytes of the weight
 # Few columns leave most multiprocessors idle, and a library's kernel with them: N = 576, M = 64
 # takes 8.2 us, DeepGEMM 9.6 (H200).
-FEW_COLUMNS, MOST_TOKENS_OF_FEW_COLUMNS = 1024, 64
+FEW_COLUMNS, MAX_TOKENS_OF_FEW_COLUMNS = 1024, 64
 
 
 def block_scaled_mm_ref(
@@ -100,7 +100,7 @@ def _why_not_small_m(
     if a.dtype != checks.FP8:
         return checks.WANTS_FP8
     are_few = checks.at_most(b.shape[0], FEW_COLUMNS)
-    most = MOST_TOKENS_OF_FEW_COLUMNS if are_few else MOST_TOKENS
+    most = MAX_TOKENS_OF_FEW_COLUMNS if are_few else MAX_TOKENS
     if not checks.at_most(a.shape[0], most):
         return f"takes up to {most} tokens for N={b.shape[0]}, M is {a.shape[0]}"
     return tma_rows.why_not(a=a, b=b)

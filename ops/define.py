@@ -193,6 +193,16 @@ def definition_of(op: OpOverload) -> OpDefinition | None:
     return _DEFINITIONS.get(op)
 
 
+def why_reference(op: OpOverload, *args: Any) -> str | None:
+    """Why an op of this package would run its reference for these arguments: of each kernel why it
+    cannot. None where one can. A pass asks before it puts an op there: the reference is opaque to
+    Inductor and unfused inside, so slower than what it would replace."""
+    kernel, reasons = _DEFINITIONS[op].kernel_for(*args)
+    if kernel.name != "reference":
+        return None
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
 def definitions() -> tuple[OpDefinition, ...]:
     """All ops of this package."""
     return tuple(_DEFINITIONS.values())

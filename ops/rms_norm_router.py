@@ -22,7 +22,7 @@ from compile_ext.ops.rms_norm import check_norm, rms_norm_ref
 
 NAME = "rms_norm_router"
 # Of the Triton kernel, whose programs hold whole rows: 64 registers a row.
-MOST_FEATURES = 16384
+MAX_FEATURES = 16384
 PARAMETERS = (
     "Tensor x, Tensor? residual, Tensor? weight, float eps, bool round_before_weight,"
     " Tensor b, Tensor? bias"
@@ -103,8 +103,8 @@ def _fake(
 
 def why_not_triton(x: Tensor, *_: object) -> str | None:
     reason = triton_support.why_not(x)
-    if reason is None and not checks.at_most(x.shape[1], MOST_FEATURES):
-        reason = f"takes K up to {MOST_FEATURES}, K is {x.shape[1]}"
+    if reason is None and not checks.at_most(x.shape[1], MAX_FEATURES):
+        reason = f"takes K up to {MAX_FEATURES}, K is {x.shape[1]}"
     return reason
 
 

@@ -19,7 +19,7 @@ from compile_ext.ops.define import Kernel, never
 from compile_ext.ops.errors import RankError
 
 # Of the Triton kernel for few: each one is a pass over the activation and the weight's registers.
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 
 
 def router_gemm_ref(
@@ -56,8 +56,8 @@ def fake(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def _why_not_small_m(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
     reason = triton_support.why_not(a)
-    if reason is None and not checks.at_most(m_of(a), MOST_TOKENS):
-        reason = f"takes up to {MOST_TOKENS} tokens, M is {m_of(a)}"
+    if reason is None and not checks.at_most(m_of(a), MAX_TOKENS):
+        reason = f"takes up to {MAX_TOKENS} tokens, M is {m_of(a)}"
     return reason
 
 

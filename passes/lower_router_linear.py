@@ -51,16 +51,16 @@ def lower_router_linear(graph: Graph, ctx: PassContext) -> None:
 
 
 def _lower(node: Node, linear: Linear, ctx: PassContext) -> None:
-    what = operands_of(linear, node, ctx)
-    router = ctx.insert(node, ROUTER_GEMM, what.a, what.b, what.bias, like=node)
+    operands = operands_of(linear, node, ctx)
+    router = ctx.insert(node, ROUTER_GEMM, operands.a, operands.b, operands.bias, like=node)
     ctx.report.moved(node, router)
+    out = tensor(node)
+    assert out is not None
     # Names of ops, before they are rewritten: another model gives its nodes other names.
-    dtype = tensor(node)
-    assert dtype is not None
     rounded = dict.fromkeys(op_name(u.target) for u in hand_out(node, router, ctx))
-    said = f"logits in float32, {dtype_name(dtype)} for {', '.join(rounded)}"
-    details = [said if rounded else "logits stay in float32", *([what.note] if what.note else [])]
-    ctx.fired(router, "; ".join(details))
+    said = f"logits in float32, {dtype_name(out)} for {', '.join(rounded)}"
+    details = (said if rounded else "logits stay in float32", operands.note)
+    ctx.fired(router, "; ".join(filter(None, details)))
 
 
 def _why_not(linear: Linear, ctx: PassContext) -> str | None:

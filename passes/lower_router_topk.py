@@ -26,7 +26,7 @@ import operator
 
 from torch.fx import Graph, Node
 
-from compile_ext.ops.define import OpDefinition, definition_of
+from compile_ext.ops.define import why_reference
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.ops.router_gemm import OP as ROUTER_GEMM
 from compile_ext.ops.router_gemm_m1 import OP as ROUTER_GEMM_M1
@@ -34,7 +34,7 @@ from compile_ext.ops.router_topk import OP as ROUTER_TOPK
 from compile_ext.ops.router_topk import check
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.expressions.traces import Traces
-from compile_ext.passes.norms.fit_result import fit_result
+from compile_ext.passes.fit_result import fit_result
 from compile_ext.passes.op_calls import overload
 from compile_ext.passes.router_topk.follow import follow
 from compile_ext.passes.router_topk.region import Region, find_region
@@ -56,16 +56,10 @@ def lower_router_topk(graph: Graph, ctx: PassContext) -> None:
             ctx.fired(router, str(region.choice))
 
 
-def _definition() -> OpDefinition:
-    definition = definition_of(ROUTER_TOPK)
-    assert definition is not None
-    return definition
-
-
 def _has_kernel(router: Node) -> bool:
     """Whether the device has a kernel for the op; what it would be called with is not known yet."""
     choice = None, 1, "softmax", 1, 1, 0.0, False, 1.0
-    return _definition().kernel_for(tensor(router), *choice)[0].name != "reference"
+    return why_reference(ROUTER_TOPK, tensor(router), *choice) is None
 
 
 def _why_not(region: Region, ctx: PassContext) -> str | None:
@@ -85,10 +79,7 @@ def _why_not(region: Region, ctx: PassContext) -> str | None:
         check(*args)
     except CompileExtError as refusal:
         return str(refusal)
-    kernel, reasons = _definition().kernel_for(*args)
-    if kernel.name == "reference":
-        return "; ".join(f"{name}: {text}" for name, text in reasons.items())
-    return region.why_not_alone()
+    return why_reference(ROUTER_TOPK, *args) or region.why_not_alone()
 
 
 def _place(region: Region, ctx: PassContext) -> str | None:

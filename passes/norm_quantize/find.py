@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from compile_ext.ops.define import definition_of
+from compile_ext.ops.define import why_reference
 from compile_ext.ops.rms_norm_quantize_fp8 import OP as RMS_NORM_QUANTIZE
 from compile_ext.passes.expressions.expression import Expr
 from compile_ext.passes.expressions.forms import LOW
@@ -41,9 +41,7 @@ def _casts_to_float8(node: Node) -> bool:
 
 def _has_kernel(cast: Node) -> bool:
     """Whether a device has a kernel for the op; what it would be called with is not known yet."""
-    definition = definition_of(RMS_NORM_QUANTIZE)
-    assert definition is not None
-    return definition.kernel_for(tensor(cast), None, 0.0, False, False)[0].name != "reference"
+    return why_reference(RMS_NORM_QUANTIZE, tensor(cast), None, 0.0, False, False) is None
 
 
 def _read(casts: Sequence[Node], exprs: NodeExpressions) -> Region | str:

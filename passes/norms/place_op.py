@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.expressions.expression import Expr
-from compile_ext.passes.norms.fit_result import fit_result
+from compile_ext.passes.fit_result import fit_result
 from compile_ext.passes.norms.region import Region, Writers
 from compile_ext.passes.norms.residual import addends_of
 from compile_ext.passes.op_calls import overload
