@@ -85,9 +85,8 @@ def test_opcheck(dtype, opcheck):
         if not blocks.numel():  # opcheck takes no empty views
             x, blocks = (torch.randn(t.shape).to(dtype) for t in (x, blocks))
         stacked = torch.randn(shape[1], *x.shape).to(dtype).transpose(0, 1)
-        for each in (blocks, stacked):
-            opcheck(OP, (x, each, query, EPS, None, EPS, True))
-            opcheck(OP, (x, each, query, EPS, query.to(dtype), EPS, False, True))
+        opcheck(OP, (x, blocks, query, EPS, None, EPS, True))
+        opcheck(OP, (x, stacked, query, EPS, query.to(dtype), EPS, False, True))
 
 
 def valid() -> dict[str, Any]:

@@ -162,9 +162,10 @@ LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
 def test_opcheck(layout, dtype, opcheck):
     for m, k in ((0, 130), (1, 256), (5, 129)):
         x, residual = (LAYOUTS[layout](m, k).to(dtype) for _ in range(2))
-        for weight in (None, torch.randn(2 * k)[::2]):
-            opcheck(OPS.rms_norm.default, (x, weight, EPS, True))
-            opcheck(OPS.add_rms_norm.default, (x, residual, weight, EPS, False, True))
+        weight = torch.randn(2 * k)[::2]
+        opcheck(OPS.rms_norm.default, (x, None if m == 1 else weight, EPS, True))
+        more = None if m == 5 else weight, EPS, False, True
+        opcheck(OPS.add_rms_norm.default, (x, residual, *more))
 
 
 def test_autocast_does_not_reach_the_reference():

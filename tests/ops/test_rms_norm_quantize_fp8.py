@@ -152,8 +152,9 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("shape", [(0, 130), (1, 128), (5, 129), (4, 300)], ids=str)
-@pytest.mark.parametrize("weight_dtype", [None, torch.bfloat16, torch.float32], ids=str)
-@each_dtype
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), zip(DTYPES, (None, *DTYPES[1:]), strict=True), ids=str
+)
 def test_opcheck(shape, weight_dtype, dtype, opcheck):
     w = None if weight_dtype is None else torch.randn(shape[1]).to(weight_dtype)
     for x in (data(shape, dtype), data(shape[::-1], dtype).T, data((1, 600), dtype)[:, 2:514:2]):
