@@ -27,21 +27,22 @@ def same(x: Size, y: Size) -> bool:
 
 
 def is_zero(size: Size) -> bool:
-    """Whether a size is known to be 0; a symbolic one that may be is not."""
+    """Whether a size is known to be 0; a symbolic one that may be is not. Adds no guard."""
     if type(size) is int:
         return size == 0
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(guard_or_false(size == 0))
+    return bool(statically_known_true(size == 0))
 
 
 def at_most(size: Size, bound: int) -> bool:
-    """Whether a size is known to be ``bound`` or less; a symbolic one that may be more is not."""
+    """Whether a size is known to be ``bound`` or less; a symbolic one that may be more is not. Adds
+    no guard: a choice of kernel must not cost a graph."""
     if type(size) is int:
         return size <= bound
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(guard_or_false(size <= bound))
+    return bool(statically_known_true(size <= bound))
 
 
 def known(size: Size) -> int | None:

@@ -64,7 +64,9 @@ def _mask_groups(c: Tensor, groups: int, top_groups: int, masked: float) -> Tens
 
 
 def _first_largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """``torch.topk``, whose order of equal values differs from device to device."""
+    """``torch.topk``, whose order of equal values differs from device to device. 0.0 and -0.0 are
+    equal, and all NaN: a sort on CUDA tells their bits apart."""
+    x = torch.where(x.isnan(), torch.nan, x + 0.0)
     values, indices = (y[..., :k] for y in x.sort(dim=-1, descending=True, stable=True))
     # Not contiguous(): one row with the strides of the whole counts as such.
     return values, indices.clone(memory_format=torch.contiguous_format)

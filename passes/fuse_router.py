@@ -11,7 +11,8 @@ One launch in the place of two or three. The op stands where the norm stood.
 Legal: y reaches the router as it is, but for its shape; b, bias and c are there where the norm is,
 and the graph writes neither them nor y. The logits are those of the norm before it is rounded:
 closer to exact, by up to 2^-8 of the magnitudes in bfloat16. The choice goes along where nothing
-else reads the logits, and a kernel makes it in the same launch.
+else reads the logits, and compile_ext.kernels names a kernel that makes it in the same launch: the
+one that there is was measured as slower.
 Bails: b, bias or c is computed behind the norm, or written; a kernel is named for one of the ops;
 compile_ext.batch_invariant; the op would run its reference; autocast, a gradient.
 """
@@ -140,7 +141,8 @@ def _why_not(fusion: Fusion, y: Node, ctx: PassContext) -> str | None:
         return "the graph writes the normed activation"
     definition = definition_of(fusion.op)
     assert definition is not None
-    kernel, reasons = definition.kernel_for(*fakes(fusion.arguments))
+    named = ctx.kernels.get(definition.name)
+    kernel, reasons = definition.kernel_for(*fakes(fusion.arguments), pinned=named)
     if kernel.name != "reference":
         return None
     return "; ".join(f"{name}: {text}" for name, text in reasons.items())

@@ -217,7 +217,8 @@ def test_a_producer_that_stores_late(n: int, k: int, m: int) -> None:
         if m == 1:
             norm = x, total[0], weight, EPS, False, b, None
             found += OPS.rms_norm_router(*norm, prefetch)
-            found += OPS.rms_norm_router_topk(*norm, *CHOICES["Qwen3"], prefetch)
+            choice = CHOICES["Qwen3"]
+            found += OPS.rms_norm_router_topk(*norm, *choice, prefetch, pinned="triton")
         return found
 
     want = layer(x, False)

@@ -66,7 +66,9 @@ def test_strides(device: str) -> None:
     got = run(x, stack, query, EPS, weight, EPS, False)
     dense = [t.contiguous() for t in (x, stack, query, weight)]
     want = run(*dense[:3], EPS, dense[3], EPS, False)
-    assert all(map(torch.equal, got, want))
+    for one, other in zip(got, want, strict=True):
+        # On a GPU other strides are other layouts, which sum in another order: 130 numbers.
+        assert torch.allclose(one, other, rtol=2.0**-18, atol=2.0**-22)
 
 
 def test_large_scores(device: str) -> None:
