@@ -16,6 +16,7 @@ that can fetch their weight before their PDL wait, as all calls of a model but t
     + choice        fused cute, then router_topk (softmax, the best 8, renormalized)
     with choice     rms_norm_router_topk, one launch
     op              rms_norm, then what router_gemm chooses
+    vllm, ...       rms_norm, then theirs, where they can be imported (``router_peers.py``)
     bytes           weight, activations and logits once, at 4.3 TB/s (an H200's copy)
 """
 
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from router_layers import EPS, ERROR, SHAPES, Layers, kernel
+from router_peers import peers
 from torch import Tensor
 
 from compile_ext.ops.define import Kernel, definition_of
@@ -107,6 +109,8 @@ def columns(m: int, b: Tensor) -> Iterator[tuple[str, Layer, float]]:
         behind_norm, router=lambda y, b: torch.mm(y, b.t(), out_dtype=torch.float32)
     )
     yield "mm", mm, CUBLAS_ERROR
+    for name, router in peers(m, *b.shape):
+        yield name, functools.partial(behind_norm, router=router), ERROR
     for name in ("triton_small_m", "cute"):
         by = kernel("router_gemm", name)
         if by.why_not(y, b, None) is None:
