@@ -61,7 +61,7 @@ def _read_product(node: Node) -> Linear | None:
         if not isinstance(x, Node) or not isinstance(weight, Node):
             return None
         # A bias of another shape, which is broadcast, makes it another sum.
-        return Linear(node, x, weight, bias) if bias is None or _is_bias(bias, node) else None
+        return Linear(node, x, weight, bias) if bias is None or _fits(bias, node) else None
     if calls(node, _PRODUCTS) or _is_method(node, _PRODUCT_METHODS):
         left = get(node, 0, "input", node.kwargs.get("self"))
         right = get(node, 1, "mat2", node.kwargs.get("other"))
@@ -135,11 +135,17 @@ def _read_biased(node: Node) -> Linear | None:
 
 def _is_bias(bias: Any, out: Node) -> bool:
     """Whether it is a number of at most 32 bits for each column of ``out``."""
+    found = tensor(bias)
+    is_narrow = found is not None and found.dtype.is_floating_point and found.element_size() <= 4
+    return is_narrow and _fits(bias, out)
+
+
+def _fits(bias: Any, out: Node) -> bool:
+    """Whether it has one element for each column of ``out``."""
     found, whole = tensor(bias), tensor(out)
     if found is None or whole is None or found.dim() != 1 or whole.dim() == 0:
         return False
-    is_narrow = found.dtype.is_floating_point and found.element_size() <= 4
-    return is_narrow and same_size(found.shape[0], whole.shape[-1])
+    return same_size(found.shape[0], whole.shape[-1])
 
 
 def _is_method(node: Node, names: set[str]) -> bool:

@@ -204,7 +204,7 @@ def test_one_that_no_linear_reads() -> None:
 
     model = Odd()
     compile_ext.mark_router(model.gate)
-    reason = "it is marked as a router, and read by mul, which is no linear"
+    reason = "it is marked as a router, and read by mul, in no form of a linear that is known"
     assert decisions(model) == {"gate": (False, reason)}
     [row] = compile_ext.explain(model).rows
     assert row.op == "parameter"
@@ -218,6 +218,17 @@ def test_one_that_is_refused() -> None:
         compiled(torch.randn(5, 32).half())
     reason = "x is float16 and the weight float16, not bfloat16 or float32"
     assert said(model) == {"gate.proj": (False, reason)}
+
+
+def test_one_in_float64_with_a_bias() -> None:
+    """Refused for its dtype: the bias is no reason to call it no linear."""
+    model = nn.Linear(32, 8).double().requires_grad_(False)
+    compile_ext.mark_router(model)
+    compiled = torch.compile(model, backend="compile_ext", options=OPTIONS)
+    with torch.no_grad():
+        compiled(torch.randn(5, 32).double())
+    reason = "x is float64 and the weight float64, not bfloat16 or float32"
+    assert said(model) == {"weight": (False, reason)}
 
 
 def test_a_float32_router_that_the_graph_hands_out() -> None:

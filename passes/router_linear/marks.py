@@ -14,7 +14,7 @@ def report_marked(ctx: PassContext) -> None:
     for index in sorted(ctx.marked - {i for e in said for i in e.weights}):
         node = ctx.scopes[0].placeholders()[index]
         readers = ", ".join(dict.fromkeys(op_name(x.target) for x in _readers(node)))
-        what = f"{readers}, which is no linear" if readers else "no linear"
+        what = f"{readers}, in no form of a linear that is known" if readers else "no linear"
         ctx.skipped(node, f"it is marked as a router, and read by {what}")
 
 
