@@ -1,64 +1,36 @@
-"""fuse_router: norm, router and choice of experts of one token become one op."""
+"""fuse_router: norm, router and choice of experts of one token become one op.
+
+Numbers, near misses and the models of transformers are in ``fuse_router/``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from fused_model import (
+    FIRED,
+    LOGITS,
+    PASS,
+    TOP_K,
+    TWO,
+    WITH_SUM,
+    K,
+    Model,
+    N,
+    choosing,
+    plain,
+    router_m1,
+    stream,
+    tokens,
+)
+from torch import Tensor
 
 import compile_ext
-from compile_ext.ops import add_rms_norm, rms_norm, router_gemm, router_topk
+from compile_ext.ops import rms_norm, router_gemm, router_topk
 
 pytestmark = pytest.mark.usefixtures("fused_kernel")
-PASS = "fuse_router"
-K, N, TOP_K = 64, 16, 4
-TWO = "norm and router in one launch"
-FIRED = [(True, TWO)]
-WITH_SUM = [(True, f"residual, {TWO}")]
-# The logits are those of the norm before it is rounded: by 2^-8 of the magnitudes, which add up to
-# less than 64.
-LOGITS = 64 * 2.0**-8
-
-
-class Model(nn.Module):
-    """``body(self, *activations)`` with the weights of a norm and a router."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        self.body = body
-        self.norm = nn.Parameter(torch.rand(K).bfloat16() + 0.5, requires_grad=False)
-        self.w = nn.Parameter(torch.randn(N, K).bfloat16() / 4, requires_grad=False)
-        self.bias = nn.Parameter(torch.randn(N), requires_grad=False)
-        self.choice_bias = nn.Parameter(torch.randn(N) / 8, requires_grad=False)
-
-    def forward(self, *activations: Tensor) -> Any:
-        return self.body(self, *activations)
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randn(*shape).bfloat16()
-
-
-def plain(m: Model, x: Tensor) -> Any:
-    y = rms_norm(x, m.norm, 1e-6, True)
-    return router_gemm(y, m.w, m.bias), y
-
-
-def stream(m: Model, x: Tensor, h: Tensor) -> Any:
-    y, total = add_rms_norm(x, h, m.norm, 1e-6, True)
-    return router_gemm(y, m.w), y, total
-
-
-def choosing(m: Model, x: Tensor, h: Tensor) -> Any:
-    y, total = add_rms_norm(x, h, m.norm, 1e-6, True)
-    weights, ids = router_topk(
-        router_gemm(y, m.w), m.choice_bias, top_k=TOP_K, scores="sigmoid", groups=4, top_groups=2
-    )
-    return weights, ids, y, total
 
 
 def test_graph(rewrite: Any) -> None:
@@ -191,59 +163,6 @@ def test_the_choice_that_lower_router_topk_has_found(rewrite: Any) -> None:
     assert "compile_ext::router" not in got.graph
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_logits_are_closer_to_exact(dtype: torch.dtype) -> None:
-    model, x = Model(plain), tokens(1, K)
-    model.w.data = model.w.data.to(dtype)
-    options: dict[str, Any] = {"compile_ext.inner": "eager"}
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="compile_ext", options=options)
-        (got, y), (want, want_y) = compiled(x), model(x)
-    wide = x.double()
-    normed = wide * (wide.square().mean() + 1e-6).rsqrt() * model.norm.double()
-    exact = normed @ model.w.double().t() + model.bias
-    magnitudes = normed.abs() @ model.w.double().abs().t() + model.bias.abs()
-    assert torch.equal(y, want_y)
-    assert bool(((got - exact).abs() <= 2.0**-20 * magnitudes).all())
-    # Two roundings of the activation, by 2^-8 each.
-    assert bool(((got - want).abs() <= 2.0**-7 * (1 + 2.0**-7) * magnitudes).all())
-
-
-@pytest.mark.usefixtures("fused_choice_kernel")
-def test_experts_are_those_of_two_ops_where_the_margin_is_larger_than_the_error() -> None:
-    model = Model(choosing)
-    options: dict[str, Any] = {"compile_ext.inner": "eager"}
-    clear = 0
-    with torch.no_grad():
-        compiled = torch.compile(model, backend="compile_ext", options=options)
-        for _ in range(50):
-            x, h = tokens(1, K), tokens(1, K)
-            (weights, ids, y, total), want = compiled(x, h), model(x, h)
-            assert torch.equal(y, want[2])
-            assert torch.equal(total, want[3])
-            error = 2.0**-7 * (1 + 2.0**-7) * (y.double().abs() @ model.w.double().abs().t())
-            if is_clear(router_gemm(y, model.w), error, model.choice_bias):
-                clear += 1
-                assert torch.equal(ids, want[1])
-                # Of a sigmoid of logits that differ by the error; relative weights, so twice that.
-                assert bool(((weights - want[0]).abs() <= 2 * float(error.max())).all())
-    assert clear >= 5  # of 50 tokens, the experts of these are further apart than the error
-
-
-def is_clear(logits: Tensor, error: Tensor, bias: Tensor) -> bool:
-    """Whether every logit may move by its error, and no two of the chosen and no two groups, nor
-    one of either and one that is left out, can change places."""
-    low, high = ((logits + e).sigmoid() + bias for e in (-error, error))
-    groups = [(x.view(4, -1).topk(2)[0].sum(-1)) for x in (low, high)]
-    order = groups[0].argsort(descending=True)
-    if groups[0][order[1]] <= groups[1][order[2]]:
-        return False
-    inside = order[:2].repeat_interleave(N // 4) * (N // 4) + torch.arange(N // 4).repeat(2)
-    low, high = low[0, inside], high[0, inside]
-    by_rank = low.argsort(descending=True)[: TOP_K + 1]
-    return bool((low[by_rank[:-1]] > high[by_rank[1:]]).all())
-
-
 def test_several_layers(rewrite: Any) -> None:
     def body(m: Model, x: Tensor, h: Tensor) -> Any:
         for _ in range(3):
@@ -286,51 +205,6 @@ def test_explain_shows_the_site() -> None:
     assert (row.site.m, row.site.n, row.site.k, row.site.kernel) == ((1, 1), N, K, "test")
 
 
-def test_not_where_m_is_not_one(rewrite: Any) -> None:
-    got = rewrite(Model(plain), tokens(2, K))
-    assert got.of(PASS) == []
-    assert "rms_norm_router" not in got.graph
-
-
-def test_not_a_norm_of_others(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        return router_gemm(rms_norm(x, m.norm).sin(), m.w), router_gemm(x, m.w)
-
-    assert rewrite(Model(body), tokens(1, K)).of(PASS) == []
-
-
-def skipped(rewrite: Any, body: Callable[..., Any], **options: Any) -> str:
-    """Why a body is left alone."""
-    got = rewrite(Model(body), tokens(1, K), **options)
-    fired, reason = got.of(PASS)[-1]
-    assert not fired
-    assert "rms_norm_router" not in got.graph
-    return reason
-
-
-@pytest.mark.parametrize("through_a_view", [False, True])
-def test_not_where_the_norm_is_written(rewrite: Any, through_a_view: bool) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        y = rms_norm(x, m.norm)
-        (y.t() if through_a_view else y).mul_(2.0)
-        return router_gemm(y, m.w), y
-
-    assert skipped(rewrite, body) == "the graph writes the normed activation"
-
-
-def router_m1(y: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """By hand: specialize_m1 leaves a weight alone that the graph computes or writes."""
-    return torch.ops.compile_ext.router_gemm_m1(y, w, bias)
-
-
-def test_not_where_a_weight_is_computed_behind_the_norm(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        y = rms_norm(x, m.norm)
-        return router_m1(y, (m.w * y.sum()).bfloat16()), y
-
-    assert skipped(rewrite, body) == "b is computed behind the norm"
-
-
 def test_a_weight_that_is_computed_before_the_norm(rewrite: Any) -> None:
     def body(m: Model, x: Tensor) -> Any:
         w = (m.w * x.sum()).bfloat16()
@@ -340,78 +214,17 @@ def test_a_weight_that_is_computed_before_the_norm(rewrite: Any) -> None:
     assert got.of(PASS) == FIRED
 
 
-def test_not_where_a_weight_is_written(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        y = rms_norm(x, m.norm)
-        logits = router_m1(y, m.w, m.bias)
-        m.bias.mul_(1.0)
-        return logits
-
-    assert skipped(rewrite, body) == "the graph writes bias"
-
-
-@pytest.mark.usefixtures("fused_choice_kernel")
-def test_the_choice_stays_where_its_bias_is_written(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        chosen = router_topk(router_m1(rms_norm(x, m.norm), m.w), m.choice_bias, top_k=TOP_K)
-        m.choice_bias.mul_(1.0)
-        return chosen
-
-    got = rewrite(Model(body), tokens(1, K), tolerance=LOGITS)
-    assert got.of(PASS) == FIRED
-    assert "compile_ext::router_topk(" in got.graph
-
-
-def test_not_where_a_kernel_is_named(rewrite: Any) -> None:
-    options = {"compile_ext.kernels": {"router_gemm": "reference"}}
-    reason = skipped(rewrite, plain, options=options)
-    assert reason == "compile_ext.kernels names a kernel of router_gemm"
-
-    def body(m: Model, x: Tensor) -> Any:
-        y = torch.ops.compile_ext.rms_norm(x, m.norm, 1e-6, True, pinned="reference")
-        return router_gemm(y, m.w)
-
-    assert skipped(rewrite, body) == "the call of rms_norm names reference"
-
-
-def test_not_under_batch_invariant(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        y = rms_norm(x, m.norm)
-        return router_m1(y, m.w)
-
-    reason = skipped(rewrite, body, tolerance=LOGITS, options={"compile_ext.batch_invariant": True})
-    assert reason == "compile_ext.batch_invariant wants one op for every M"
-
-
-def test_not_under_autocast(rewrite: Any) -> None:
-    def body(m: Model, x: Tensor) -> Any:
-        y = rms_norm(x, m.norm)
-        with torch.autocast("cpu", torch.bfloat16):
-            return router_m1(y, m.w)
-
-    assert skipped(rewrite, body) == "it is inside an autocast region"
-
-
 @pytest.mark.usefixtures("router_norm_kernel")
 def test_a_norm_of_what_a_norm_gives(rewrite: Any) -> None:
     """The second one's input is replaced before its own turn comes."""
 
     def body(m: Model, x: Tensor) -> Any:
-        y = nn.functional.rms_norm(x, (K,), m.norm, 1e-6)
-        first = nn.functional.linear(y, m.w).float()
-        z = nn.functional.rms_norm(y, (K,), m.norm, 1e-6)
-        return first, nn.functional.linear(z, m.w).float(), z
+        y = torch.nn.functional.rms_norm(x, (K,), m.norm, 1e-6)
+        first = torch.nn.functional.linear(y, m.w).float()
+        z = torch.nn.functional.rms_norm(y, (K,), m.norm, 1e-6)
+        return first, torch.nn.functional.linear(z, m.w).float(), z
 
     got = rewrite(Model(body), tokens(1, K), tolerance=LOGITS)
     assert got.of(PASS) == [(True, TWO), (True, TWO)]
     assert got.graph.count("compile_ext::rms_norm_router(") == 2
     assert "compile_ext::rms_norm(" not in got.graph
-
-
-class TestWithoutAKernel:
-    @pytest.fixture
-    def fused_kernel(self) -> None:
-        """In the place of the kernel that the other tests see."""
-
-    def test_not_where_the_op_would_run_its_reference(self, rewrite: Any) -> None:
-        assert "triton: runs on CUDA" in skipped(rewrite, plain)

@@ -13,7 +13,7 @@ from moe_models import MODELS, SecondHalf
 
 # Eager rounds the logits to bfloat16 (2^-9), and the results, which are below 8: two steps.
 STEP = 2 * 8 * 2.0**-8
-KERNELS = ("router_norm_kernel", "fused_kernel")
+KERNELS = ("router_norm_kernel", "choice_kernel", "fused_kernel")
 
 
 def ops_of(graph: str) -> str:
