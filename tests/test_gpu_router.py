@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -204,8 +205,7 @@ def test_a_producer_that_stores_late(n: int, k: int, m: int) -> None:
     x = torch.randn(m, k, device="cuda").bfloat16()
     if not triton_support.has_pdl(x):
         pytest.skip("the device has no programmatic dependent launch")
-    from compile_ext.testing.process.racy_producer import _write_late
-
+    producer: Any = import_module("compile_ext.testing.process.racy_producer")._write_late
     weight = (torch.rand(k, device="cuda") + 0.5).bfloat16()
     b = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16()
     garbage, late = torch.full_like(x, float("nan")), torch.empty_like(x)
@@ -224,12 +224,12 @@ def test_a_producer_that_stores_late(n: int, k: int, m: int) -> None:
     want = layer(x, False)
     graphs: list[tuple[torch.cuda.CUDAGraph, list[Tensor]]] = []
     for spin in (0, 300, 1000, 3000, 10_000):  # ns
-        _write_late[(4,)](x, late, x.numel(), spin, BLOCK=1024)
+        producer[(4,)](x, late, x.numel(), spin, BLOCK=1024)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             late.copy_(garbage)
-            _write_late[(4,)](x, late, x.numel(), spin, BLOCK=1024)
+            producer[(4,)](x, late, x.numel(), spin, BLOCK=1024)
             graphs.append((graph, layer(late, True)))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(10_000):

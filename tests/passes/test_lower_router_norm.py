@@ -184,13 +184,13 @@ def test_a_residual_stream_that_is_written_in_place(rewrite: Any) -> None:
     """The norm reads what it holds then; later writes come after the op."""
 
     def body(self: Layer, x: Tensor) -> Any:
-        h = x.clone()
+        h, logits = x.clone(), []
         for _ in range(2):
             h += 1.0
             y = self.llama_norm(h)
-            logits = self.route(y)
+            logits.append(self.route(y))
             h += self.experts(y)
-        return h, logits
+        return h, logits[-1]
 
     got = rewrite(Layer(body), tokens(5, K))
     assert got.of(PASS) == [NORM] * 2
