@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compile_ext.ops import (
     add_rms_norm,
+    define,
     rms_norm,
     rms_norm_router,
     rms_norm_router_topk,
@@ -212,3 +214,16 @@ def test_the_valid_calls_of_the_refusals_are_valid() -> None:
     assert call(*valid().values())[2].shape == (1, 6)
     ids = rms_norm_router_topk(torch.ones(1, 32).bfloat16(), torch.ones(16, 32), top_k=2)[3]
     assert ids.tolist() == [[0, 1]]
+
+
+def test_the_choice_is_in_the_launch_only_where_its_kernel_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    definition = define.definition_of(OPS.rms_norm_router_topk.default)
+    assert definition is not None
+    with FakeTensorMode():
+        x, b = torch.empty(1, 64, device="cuda"), torch.empty(16, 64, device="cuda")
+    args = x, None, None, 1e-6, False, b, None, None, 4, "softmax", 1, 1, 0.0, True, 1.0
+    assert definition.kernel_for(*args)[0].name == "reference"
+    assert definition.kernel_for(*args, pinned="triton")[0].name == "triton"
