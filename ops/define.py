@@ -193,11 +193,11 @@ def definition_of(op: OpOverload) -> OpDefinition | None:
     return _DEFINITIONS.get(op)
 
 
-def why_reference(op: OpOverload, *args: Any) -> str | None:
+def why_reference(op: OpOverload, *args: Any, pinned: str | None = None) -> str | None:
     """Why an op of this package would run its reference for these arguments: of each kernel why it
     cannot. None where one can. A pass asks before it puts an op there: the reference is opaque to
     Inductor and unfused inside, so slower than what it would replace."""
-    kernel, reasons = _DEFINITIONS[op].kernel_for(*args)
+    kernel, reasons = _DEFINITIONS[op].kernel_for(*args, pinned=pinned)
     if kernel.name != "reference":
         return None
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_ext.ops.add_rms_norm import OP as ADD_RMS_NORM
-from compile_ext.ops.define import PINNED, definition_of
+from compile_ext.ops.define import PINNED, definition_of, why_reference
 from compile_ext.ops.rms_norm import OP as RMS_NORM
 from compile_ext.ops.rms_norm_router import OP as RMS_NORM_ROUTER
 from compile_ext.ops.rms_norm_router_topk import OP as RMS_NORM_ROUTER_TOPK
@@ -142,10 +142,7 @@ def _why_not(fusion: Fusion, y: Node, ctx: PassContext) -> str | None:
     definition = definition_of(fusion.op)
     assert definition is not None
     named = ctx.kernels.get(definition.name)
-    kernel, reasons = definition.kernel_for(*fakes(fusion.arguments), pinned=named)
-    if kernel.name != "reference":
-        return None
-    return "; ".join(f"{name}: {text}" for name, text in reasons.items())
+    return why_reference(fusion.op, *fakes(fusion.arguments), pinned=named)
 
 
 def _why_kept(call: OpCall, ctx: PassContext) -> str | None:

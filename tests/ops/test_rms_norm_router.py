@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from compile_ext.ops import (
     add_rms_norm,
     define,
+    device_tables,
     rms_norm,
     rms_norm_router,
     rms_norm_router_topk,
@@ -220,6 +221,7 @@ def test_the_choice_is_in_the_launch_only_where_its_kernel_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(device_tables, "ranges_of", lambda index: {})
     definition = define.definition_of(OPS.rms_norm_router_topk.default)
     assert definition is not None
     with FakeTensorMode():
