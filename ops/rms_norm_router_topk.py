@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_ext.ops import checks, triton_support
+from compile_ext.ops import checks, router_topk, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.rms_norm_router import (
@@ -73,6 +73,21 @@ def _fake(
     return *fake_norm(x, residual), *fake_choice(x, (1,), top_k)
 
 
+def _why_not_triton(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    round_before_weight: bool,
+    b: Tensor,
+    bias: Tensor | None,
+    choice_bias: Tensor | None,
+    top_k: int,
+    *choice: Any,
+) -> str | None:
+    return why_not_triton(x) or router_topk.why_too_many(b.shape[0], top_k)
+
+
 OP = define_op(
     f"{NAME}({PARAMETERS}, Tensor? choice_bias, int top_k, str scores, int groups,"
     " int top_groups, float masked, bool renormalize, float scale)"
@@ -85,7 +100,7 @@ OP = define_op(
         # than rms_norm_router and router_topk at each of ten shapes, by 0.03 to 2.4 us.
         Kernel(
             "triton",
-            why_not_triton,
+            _why_not_triton,
             triton_support.run_of("rms_norm_router_triton", "run_topk"),
             prefetches=True,
         ),

@@ -122,11 +122,13 @@ def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *choice: Any) -> tupl
 
 
 def _why_not_triton(logits: Tensor, bias: Tensor | None, top_k: int, *_: object) -> str | None:
-    reason = triton_support.why_not(logits)
-    if reason is not None:
-        return reason
-    if not checks.at_most(logits.shape[-1], MAX_EXPERTS):
-        return f"takes up to {MAX_EXPERTS} experts, n is {logits.shape[-1]}"
+    return triton_support.why_not(logits) or why_too_many(logits.shape[-1], top_k)
+
+
+def why_too_many(n: int | torch.SymInt, top_k: int) -> str | None:
+    """Why a program of the Triton kernels cannot hold a row, or None."""
+    if not checks.at_most(n, MAX_EXPERTS):
+        return f"takes up to {MAX_EXPERTS} experts, n is {n}"
     return None if top_k <= MAX_TOP_K else f"takes top_k up to {MAX_TOP_K}, found {top_k}"
 
 

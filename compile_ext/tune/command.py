@@ -126,16 +126,20 @@ def _defined(ops: Sequence[str]) -> list[OpDefinition]:
 
 
 def _merged(path: Path, here: Machine, new: Sequence[Row], command: str) -> Table:
-    """The new rows, and those of other shapes that the file has from this machine."""
+    """The new rows, and those of other shapes that the file has from this machine; of these the
+    commands too."""
     fresh = {(x.op, x.n, x.k) for x in new}
-    kept = [x for x in _rows_here(path, here) if (x.op, x.n, x.k) not in fresh]
+    old = _table_of(path, here)
+    kept = [x for x in old.rows if (x.op, x.n, x.k) not in fresh] if old else []
+    if old and kept:
+        command = "; ".join(dict.fromkeys([*old.command.split("; "), command]))
     today = date.today().isoformat()
     return Table(here.arch, here.gpu, here.versions, today, command, tuple(sorted([*kept, *new])))
 
 
-def _rows_here(path: Path, here: Machine) -> tuple[Row, ...]:
+def _table_of(path: Path, here: Machine) -> Table | None:
     try:
         old = kernel_table.read(path)
     except TableError:  # none yet, or a broken one: measured anew
-        return ()
-    return old.rows if device_tables.fits(old, here) else ()
+        return None
+    return old if device_tables.fits(old, here) else None

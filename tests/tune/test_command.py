@@ -61,6 +61,20 @@ def test_keeps_the_rows_of_other_shapes_and_replaces_its_own(gpu: Path) -> None:
     )
 
 
+def test_keeps_the_commands_of_the_rows_that_it_keeps(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    old, new = (Row("scaled_mm", n, 64, (1, 1), "quick") for n in (16, 32))
+    for rows, said, want in (
+        ([old], "first", "first"),
+        ([new], "second", "first; second"),
+        ([new], "second", "first; second"),
+        ([old, new], "third", "third"),
+    ):
+        table = command._merged(path, MACHINE, rows, said)
+        assert table.command == want
+        kernel_table.write(path, table)
+
+
 def test_a_broken_table_and_one_of_another_machine_are_replaced(gpu: Path) -> None:
     assert tune("--shape", "16,64", "--tokens", "1").exit_code == 0
     old = kernel_table.read(gpu)
