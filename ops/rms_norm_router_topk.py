@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_ext.ops import checks, router_topk, triton_support
+from compile_ext.ops import checks, triton_support
 from compile_ext.ops.contract import Gemm, OpContract
 from compile_ext.ops.define import Kernel, define_op, never
 from compile_ext.ops.rms_norm_router import (
@@ -21,7 +21,12 @@ from compile_ext.ops.rms_norm_router import (
     rms_norm_router_ref,
     why_not_triton,
 )
-from compile_ext.ops.router_topk import check_choice, fake_choice, router_topk_ref
+from compile_ext.ops.router_topk import (
+    check_choice,
+    fake_choice,
+    router_topk_ref,
+    why_too_many,
+)
 
 NAME = "rms_norm_router_topk"
 Choice = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -85,7 +90,7 @@ def _why_not_triton(
     top_k: int,
     *choice: Any,
 ) -> str | None:
-    return why_not_triton(x) or router_topk.why_too_many(b.shape[0], top_k)
+    return why_not_triton(x) or why_too_many(b.shape[0], top_k)
 
 
 OP = define_op(

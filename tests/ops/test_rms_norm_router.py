@@ -229,3 +229,6 @@ def test_the_choice_is_in_the_launch_only_where_its_kernel_is_named(
     args = x, None, None, 1e-6, False, b, None, None, 4, "softmax", 1, 1, 0.0, True, 1.0
     assert definition.kernel_for(*args)[0].name == "reference"
     assert definition.kernel_for(*args, pinned="triton")[0].name == "triton"
+    [triton] = [k for k in definition.kernels if k.name == "triton"]
+    reason = triton.why_not(*args[:8], 33, *args[9:])
+    assert reason == "takes top_k up to 32, found 33"
