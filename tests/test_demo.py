@@ -20,6 +20,7 @@ from compile_ext.passes import PASS_NAMES
 NOT_IN_THE_DEMO = ["pin_kernels"]
 if not torch.cuda.is_available():
     NOT_IN_THE_DEMO += ["quantize_activations", "fuse_norm_quantize", "prefetch_weights"]
+    NOT_IN_THE_DEMO += ["lower_router_norm", "lower_router_topk", "fuse_router"]
 
 
 @pytest.mark.slow
