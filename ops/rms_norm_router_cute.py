@@ -10,7 +10,7 @@ from torch import Tensor
 from compile_ext.ops import checks, cute_support, router_cute_parameters, tma_rows
 from compile_ext.ops.compile_unit import CompileUnit, Site, Target
 from compile_ext.ops.router_cute_parameters import VECTOR, DotParameters
-from compile_ext.ops.router_gemm_cute import DOT, address, name_of
+from compile_ext.ops.router_gemm_cute import DOT, address, biases_of, name_of, shape_of
 
 
 def why_not(
@@ -70,19 +70,13 @@ def run(
 def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
     """A site says nothing of its norm: with and without a residual, with a weight, and either order
     of rounding."""
-    if target.capability < cute_support.MIN_CAPABILITY:
+    shape = shape_of(site, target)
+    split = None if shape is None else _split(*shape)
+    if shape is None or not isinstance(split, router_cute_parameters.Split):
         return ()
-    if not isinstance(site.n, int) or not isinstance(site.k, int):
-        return ()
-    if (site.a_dtype, site.b_dtype) != ("bfloat16", "bfloat16"):
-        return ()
-    split = _split(site.n, site.k)
-    if isinstance(split, str):
-        return ()
-    biases = ("bfloat16", "float16", "float32") if site.bias else (None,)
     made = [
-        DotParameters(site.k, split, bias, True, True, adds, rounds)
-        for bias in biases
+        DotParameters(shape[1], split, bias, True, True, adds, rounds)
+        for bias in biases_of(site)
         for adds in (False, True)
         for rounds in (False, True)
     ]

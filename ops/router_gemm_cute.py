@@ -98,20 +98,31 @@ def _chosen(m: int, n: int, k: int, bias: str | None) -> DotParameters | MmaPara
 def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
     """Of each token count that the site can have, up to ``max_tokens``."""
     low, high = site.m[0], min(x for x in (site.m[1], max_tokens, MAX_TOKENS) if x is not None)
-    if target.capability < cute_support.MIN_CAPABILITY:
-        return ()
-    if not isinstance(site.n, int) or not isinstance(site.k, int):
-        return ()
-    if (site.a_dtype, site.b_dtype) != ("bfloat16", "bfloat16"):
+    shape = shape_of(site, target)
+    if shape is None:
         return ()
     found = {}
-    # The dtype of a bias is not in a site: any of the three.
-    for bias in ("bfloat16", "float16", "float32") if site.bias else (None,):
+    for bias in biases_of(site):
         for m in range(max(1, low), high + 1):
-            made = parameters(m, site.n, site.k, bias)
+            made = parameters(m, *shape, bias)
             if not isinstance(made, str):
                 found[made[1]] = made[0].unit(made[1], target)
     return tuple(found.values())
+
+
+def shape_of(site: Site, target: Target) -> tuple[int, int] | None:
+    """N and K of a site that kernels in CuTe DSL may run on a target, or None."""
+    is_bfloat16 = (site.a_dtype, site.b_dtype) == ("bfloat16", "bfloat16")
+    if target.capability < cute_support.MIN_CAPABILITY or not is_bfloat16:
+        return None
+    if not isinstance(site.n, int) or not isinstance(site.k, int):
+        return None
+    return site.n, site.k
+
+
+def biases_of(site: Site) -> tuple[str | None, ...]:
+    """The dtype of a bias is not in a site: any of the three."""
+    return ("bfloat16", "float16", "float32") if site.bias else (None,)
 
 
 def address(x: Tensor | None) -> int:
