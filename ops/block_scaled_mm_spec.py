@@ -116,9 +116,12 @@ KERNELS = (
         prefetches=True,
     ),
     Kernel("deep_gemm", block_scaled_mm_deep_gemm.why_not, block_scaled_mm_deep_gemm.run),
-    Kernel("aten", why_not=block_scaled_mm_aten.why_not, run=block_scaled_mm_aten.run),  # SM90
+    # SM90
+    Kernel(
+        "aten", why_not=block_scaled_mm_aten.why_not, run=block_scaled_mm_aten.run, compiles=False
+    ),
     Kernel("triton", triton_support.why_not, triton_support.run_of("block_scaled_mm_triton")),
-    Kernel("reference", why_not=never, run=block_scaled_mm_ref),
+    Kernel("reference", why_not=never, run=block_scaled_mm_ref, compiles=False),
     batch_invariant.kernel(batch_invariant.tiled("block_scaled_mm_triton"), block_scaled_mm_ref),
 )
 

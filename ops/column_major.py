@@ -40,7 +40,7 @@ OP = define_op(
     f"{NAME}(Tensor scale) -> Tensor",
     check=_check,
     fake=_fake,
-    kernels=(Kernel("reference", why_not=never, run=column_major_ref),),
+    kernels=(Kernel("reference", why_not=never, run=column_major_ref, compiles=False),),
     contract=OpContract(),
 )
 

@@ -1,59 +1,77 @@
-"""What a kernel has to compile before it can run a call: the unit of a warmup."""
+"""What has to be compiled before a kernel can run a call, and what compiles it: the unit of a
+warmup."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
+
+from compile_ext.ops.call_site import Call, CallSite
+from compile_ext.ops.device import Target
 
 
-@dataclass(frozen=True)
-class Target:
-    """The GPU to compile for, which need not be here.
-
-    Args:
-        capability: its compute capability.
-    """
-
-    capability: tuple[int, int]
-
-
-class Site(Protocol):
-    """A GEMM call of a compiled graph, as far as kernels ask. A site of the passes is one."""
+class Compiler(Protocol):
+    """What makes kernels and keeps them in a folder: Triton, CuTe DSL, DeepGEMM, or that of another
+    package. Pickled by where it is found: an object of a module, or of a class without state."""
 
     @property
-    def m(self) -> tuple[int, int | None]: ...  # smallest and largest; None for no upper bound
+    def name(self) -> str: ...
+
     @property
-    def n(self) -> int | str: ...  # a name where it is symbolic
-    @property
-    def k(self) -> int | str: ...
-    @property
-    def a_dtype(self) -> str: ...  # without the prefix torch.
-    @property
-    def b_dtype(self) -> str: ...
-    @property
-    def bias(self) -> bool: ...
+    def needs_device(self) -> bool:
+        """Whether it compiles only where the GPU is."""
+        ...
+
+    def why_not(self, target: Target) -> str | None:
+        """Why it cannot compile for ``target`` in this process, and what to do, or None."""
+        ...
+
+    def folder(self) -> Path:
+        """Where this process looks for what it has compiled. Need not exist."""
+        ...
+
+    def compile(self, unit: CompileUnit, target: Target, stage: Path) -> None:
+        """Make what ``folder()`` lacks for this unit, under ``stage``: an empty folder of this unit
+        alone, on the disk of ``folder()``. Each file or folder in it is then renamed into
+        ``folder()``. Runs in a process of its own, which may be killed at any point. Raises any
+        error where it fails: its text is the reason.
+        """
+        ...
+
+    def arrived(self, entry: Path) -> None:
+        """Called for each entry, renamed into ``folder()`` or come from another host with it,
+        before it is used: mends what depends on where it lies, if anything does."""
+        ...
 
 
 @dataclass(frozen=True)
 class CompileUnit:
-    """One kernel at one key. Units are equal if both are, and survive pickling: another process may
-    compile them.
+    """One kernel at one key. Units are equal if compiler and key are, and survive pickling.
 
     Args:
-        kernel: the name of its source.
-        key: what the compiled kernel is found by, the same in each process.
-        is_cached: whether the result is on disk, and whole.
-        compile: makes the result and keeps it, where it is not on disk: True if it did. One process
-            of a host does so, the others wait for it. Raises KernelUnavailable where the compiler
-            fails.
+        compiler: what compiles it.
+        kernel: the name of the kernel, for people.
+        key: what the compiled kernel is found by: the same in each process, another one for another
+            release of the compiler, source or architecture.
+        calls: what needs it: of many calls that of the fewest tokens, or, where calls of a site
+            need one of several kernels and only the calls show which, a call for each. Making them
+            loads the kernels.
+        made_from: what the key stands for, by name, for people.
+        how: what the compiler needs to compile it. Stays in its process: ``renewed`` finds it anew.
     """
 
+    compiler: Compiler = field(compare=False)
     kernel: str
     key: str
-    is_cached: Callable[[], bool] = field(compare=False)
-    compile: Callable[[], bool] = field(compare=False)
+    calls: tuple[Call, ...] = field(compare=False)
+    made_from: tuple[tuple[str, str], ...] = field(compare=False, default=())
+    how: Any = field(compare=False, default=None, repr=False)
+
+    def __reduce__(self) -> Any:
+        return CompileUnit, (self.compiler, self.kernel, self.key, self.calls, self.made_from)
 
 
 # (site, target, most tokens of a call) -> what has to be compiled for it, none twice.
-CompileUnits = Callable[[Site, Target, int], tuple[CompileUnit, ...]]
+CompileUnits = Callable[[CallSite, Target, int], tuple[CompileUnit, ...]]

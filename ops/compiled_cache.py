@@ -88,7 +88,10 @@ def obtain(key: Key, compile: Callable[[], bytes]) -> tuple[bytes, bool]:
             return found, False
         made = compile()
         if locked:
-            _write(path, key, made)
+            try:
+                write(path, key, made)
+            except OSError as error:
+                _cannot_keep(path.parent, str(error))
     return made, True
 
 
@@ -117,23 +120,21 @@ def _locked(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _write(path: Path, key: Key, kernel: bytes) -> None:
+def write(path: Path, key: Key, kernel: bytes) -> None:
+    """Make or replace a file of the cache in one step. Raises OSError where the disk is full."""
     for left in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed
         left.unlink(missing_ok=True)
     content = key.text.encode() + b"\n" + kernel
     checksum = hashlib.sha256(content).hexdigest().encode()
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        try:
-            # Not by tempfile: its files are for this user only, and an image is often built by
-            # another one than runs it.
-            with temporary.open("xb") as file:
-                file.write(checksum + b"\n" + content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        _cannot_keep(path.parent, str(error))
+        # Not by tempfile: its files are for this user only, and an image is often built by another
+        # one than runs it.
+        with temporary.open("xb") as file:
+            file.write(checksum + b"\n" + content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, key: Key) -> bytes | None:

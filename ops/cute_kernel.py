@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compile_ext.ops import compiled_cache, cute_compile, cute_support, device
-from compile_ext.ops.compile_unit import CompileUnit, Target
+from compile_ext.ops import compiled_cache, cute_compile, cute_support, device, launches
 from compile_ext.ops.compiled_cache import Key
 from compile_ext.ops.cuda_launch import CudaKernel
+from compile_ext.ops.cute_compiler import CUTE
 from compile_ext.ops.errors import KernelUnavailable
 
 _PACKAGE = "compile_ext.ops"
@@ -61,7 +61,7 @@ class CuteKernel:
         reason = cute_support.why_not(x)
         if reason or cute_support.compiler() is not None:
             return reason
-        at = parameters, _capability(x.get_device())
+        at = parameters, device.capability(x) or (0, 0)
         if at not in self._on_disk:  # asked once: this is on the path of every call
             self._on_disk[at] = compiled_cache.find(self.key(*at)) is not None
         if self._on_disk[at]:
@@ -83,21 +83,27 @@ class CuteKernel:
             KernelUnavailable: CuTe DSL does not compile it, or the driver does not load it.
             CudaError: an error of the device.
         """
+        noted = launches.recorder()
+        if noted is not None:
+            noted.append(self.noted(parameters, device.capability(x) or (0, 0)))
+            return
         index = x.get_device()
         at = parameters, _capability(index)
         kernel = self._loaded.get(at) or self._load(*at)
         kernel.launch(index, grid, arguments, pdl=pdl)
 
-    def unit(self, parameters: Parameters, target: Target) -> CompileUnit:
-        """What to compile before a call with these parameters."""
-        key = self.key(parameters, target.capability)
-        bound = self.source, self.builder, parameters, target.capability, key
-        return CompileUnit(
-            kernel=self.source,
-            key=key.digest,
-            is_cached=functools.partial(_is_cached, key),
-            compile=functools.partial(_compile_unit, *bound),
+    def noted(self, parameters: Parameters, capability: device.Capability) -> launches.Launch:
+        """The launch with these parameters, and how to compile its kernel."""
+        key = self.key(parameters, capability)
+        made_from = (*key.made_from, ("compiler", str(key.compiler)))
+        compile = functools.partial(
+            cute_compile.compile_cubin,
+            self.source,
+            self.builder,
+            parameters,
+            cute_support.arch(capability),
         )
+        return launches.Launch(CUTE, self.source, made_from, (key, compile))
 
     def key(self, parameters: Parameters, capability: device.Capability) -> Key:
         made_from = {
@@ -131,14 +137,6 @@ def _obtain(
     arch = cute_support.arch(capability)
     compile = functools.partial(cute_compile.compile_cubin, source, builder, parameters, arch)
     return compiled_cache.obtain(key, compile)
-
-
-def _compile_unit(*bound: Any) -> bool:
-    return _obtain(*bound)[1]
-
-
-def _is_cached(key: Key) -> bool:
-    return compiled_cache.find(key) is not None
 
 
 @functools.cache

@@ -15,10 +15,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from compile_ext.ops import launches
 from compile_ext.ops.errors import KernelUnavailable
 
 PACKAGE = "sgl-deep-gemm"
@@ -98,6 +100,12 @@ def call(function: str, *args: object) -> None:
         KernelUnavailable: this release has no such function, or its compiler or cache fails. Other
             errors (out of memory, an illegal address) are the library's own.
     """
+    noted = launches.recorder()
+    if noted is not None:
+        from compile_ext.ops.deep_gemm_compiler import launches_of
+
+        noted += launches_of(function, args)
+        return
     deep_gemm = importlib.import_module("deep_gemm")
     if not hasattr(deep_gemm, function):
         raise KernelUnavailable(f"this release of DeepGEMM has no {function}: {install()}")
@@ -134,6 +142,26 @@ def cache_folder() -> Path:
     """Where DeepGEMM keeps what it has compiled; of a list, the first takes the new ones."""
     given = os.environ.get(_CACHE_VARIABLE, "").split(":")[0]
     return Path(given) if given else Path.home() / ".deep_gemm"
+
+
+def use_cache(folder: Path) -> None:
+    """From now on DeepGEMM keeps what it compiles in ``folder``: it reads the name at its first
+    call, so before that."""
+    os.environ[_CACHE_VARIABLE] = str(folder)
+
+
+def release() -> str:
+    """Of the package, "" where it is installed by other means."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def nvcc_release(place: Path) -> str:
+    """All that the compiler says of its release."""
+    return subprocess.run([place, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def why_no_cache(folder: Path) -> str | None:

@@ -16,10 +16,13 @@ from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from compile_ext.ops import checks, device_tables
-from compile_ext.ops.compile_unit import CompileUnits
+from compile_ext.ops.call_site import CallSite
+from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.contract import Gemm, OpContract, m_of_gemm
+from compile_ext.ops.device import Target
 from compile_ext.ops.errors import GradError, KernelError, KernelUnavailable
 from compile_ext.ops.registry import register_contract
+from compile_ext.ops.traced_units import traced_units
 
 NAMESPACE = "compile_ext"
 # The argument that pins a kernel. Not "kernel": Inductor passes keywords on beside one of its own.
@@ -43,8 +46,7 @@ class Kernel:
             checked by the op. May raise KernelUnavailable before it has launched what counts.
         prefetches: whether ``run`` takes a keyword ``prefetch``. Where it is True, no kernel that
             may still be running writes what the contract names in ``prewait_reads``.
-        compile_units: what has to be compiled before it runs the calls of a site. None: it compiles
-            nothing, or cannot say what.
+        compiles: whether ``run`` launches kernels that are compiled when they are first launched.
         failures: why it gave up in the middle of a call, by device.
     """
 
@@ -52,8 +54,22 @@ class Kernel:
     why_not: Callable[..., str | None]
     run: Callable[..., Result]
     prefetches: bool = False
-    compile_units: CompileUnits | None = None
+    compiles: bool = True
     failures: dict[torch.device, str] = field(default_factory=dict)
+
+    def compile_units(
+        self, site: CallSite, target: Target, max_tokens: int
+    ) -> tuple[CompileUnit, ...]:
+        """What has to be compiled before it runs the calls of a site of up to ``max_tokens`` on
+        ``target``, none twice. No GPU is needed to know."""
+        if not self.compiles:
+            return ()
+
+        def run(arguments: dict[str, Any]) -> None:
+            prefetch = arguments.get(PREFETCH, False)
+            self.launch(own_arguments(arguments), prefetch=prefetch)
+
+        return traced_units(run, site, target, max_tokens, self.name)
 
     def give_up(self, device: torch.device, reason: str) -> None:
         """From now on this is why not, on this device. Costs the calls before it nothing."""
@@ -64,6 +80,12 @@ class Kernel:
     def launch(self, args: Sequence[Any], *, prefetch: bool) -> Result:
         """``run``, told about ``prefetch`` if it takes it."""
         return self.run(*args, prefetch=prefetch) if self.prefetches else self.run(*args)
+
+
+def own_arguments(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of a call's arguments by schema name, those that ``kernel_for`` and kernels take: without
+    ``prefetch`` and ``pinned``."""
+    return tuple(x for name, x in arguments.items() if name not in (PREFETCH, PINNED))
 
 
 def never(*args: Any, **kwargs: Any) -> str | None:
@@ -117,17 +139,12 @@ class OpDefinition:
             reasons[kernel.name] = reason
         raise AssertionError(f"{self.overload} has no reference kernel")  # define_op sees to it
 
-    def own_arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Of a call's arguments by schema name, those that ``kernel_for`` and kernels take: without
-        ``prefetch`` and ``pinned``."""
-        return tuple(x for name, x in arguments.items() if name not in (PREFETCH, PINNED))
-
     def measured_ranges(self, args: tuple[Any, ...]) -> device_tables.Ranges | None:
         """The rows of this call's N and K, for all M, in the measured tables of its device. None
         where there are none, on the CPU among others."""
-        if self.gemm is None or not args[0].is_cuda:
+        if self.gemm is None:
             return None
-        by_shape = device_tables.ranges_of(args[0].get_device())
+        by_shape = device_tables.ranges_for(args[0])
         if not by_shape:
             return None
         shape = args[self._at[1]].shape  # the ops of this package take their weights as [n, k]

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from compile_ext.ops import cache_folder, deep_gemm_support, kernel_table
+from compile_ext.ops import cache_folder, deep_gemm_support, device, kernel_table
 from compile_ext.ops.errors import TableError
 from compile_ext.ops.kernel_table import Row, Table
 
@@ -90,14 +91,36 @@ class DeviceTables:
     problems: tuple[str, ...]
 
 
+def ranges_for(x: Tensor) -> RangesByShape | None:
+    """The rows that hold for the GPU that ``x`` is on, or stands for; None on the CPU."""
+    if x.is_cuda:
+        return ranges_of(x.get_device())
+    meant = device.target() if x.is_meta else None
+    return None if meant is None else _ranges_of_target(meant)
+
+
 @functools.cache
 def ranges_of(index: int) -> RangesByShape:
     """The rows that hold for CUDA device ``index``, by op, N and K. Read once in a process."""
     found = tables_of(index)
     for problem in found.problems:
         log.warning("%s", problem)
+    return _ranges(found.shipped, found.user)
+
+
+@functools.cache
+def _ranges_of_target(target: device.Target) -> RangesByShape:
+    """Where the GPU is here its own, else those that are shipped for it."""
+    for index in range(torch.cuda.device_count()):
+        if device.Target.here(index) == target:
+            return ranges_of(index)
+    return _ranges(_shipped(target.arch, target.gpu, []))
+
+
+def _ranges(*tables: Table | None) -> RangesByShape:
+    """The last one counts where several have a shape."""
     ranges: RangesByShape = {}
-    for table in (found.shipped, found.user):
+    for table in tables:
         ranges.update(_by_shape(table.rows if table else ()))
     return ranges
 
@@ -106,15 +129,21 @@ def tables_of(index: int) -> DeviceTables:
     """Read the tables for CUDA device ``index``. A file that is no table is a problem, no error."""
     here = machine(index)
     problems: list[str] = []
-    shipped = [x for x in (_read(p, problems) for p in sorted(SHIPPED.glob("*.json"))) if x]
-    of_arch = [x for x in shipped if x.arch == here.arch]
-    of_gpu = [x for x in of_arch if x.gpu == here.gpu]
+    shipped = _shipped(here.arch, here.gpu, problems)
     path = user_file(here)
     user = _read(path, problems)
     if user is not None and not fits(user, here):
         problems.append(f"{path}: measured on {user.gpu} with {user.versions}, not here: not used")
         user = None
-    return DeviceTables(here, user, next(iter([*of_gpu, *of_arch]), None), tuple(problems))
+    return DeviceTables(here, user, shipped, tuple(problems))
+
+
+def _shipped(arch: str, gpu: str, problems: list[str]) -> Table | None:
+    """Of this GPU, or else of another one of its architecture."""
+    tables = [x for x in (_read(p, problems) for p in sorted(SHIPPED.glob("*.json"))) if x]
+    of_arch = [x for x in tables if x.arch == arch]
+    of_gpu = [x for x in of_arch if x.gpu == gpu]
+    return next(iter([*of_gpu, *of_arch]), None)
 
 
 def user_file(here: Machine) -> Path:

@@ -100,7 +100,7 @@ OP = define_op(
             triton_support.why_not,
             triton_support.run_of("batched_block_scaled_mm_triton", "run_masked"),
         ),
-        Kernel("reference", why_not=never, run=grouped_block_scaled_mm_masked_ref),
+        Kernel("reference", why_not=never, run=grouped_block_scaled_mm_masked_ref, compiles=False),
         batch_invariant.kernel(
             batch_invariant.tiled("batched_block_scaled_mm_triton", "run_masked"),
             grouped_block_scaled_mm_masked_ref,

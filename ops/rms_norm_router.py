@@ -115,7 +115,6 @@ KERNELS = (
         rms_norm_router_cute.why_not,
         rms_norm_router_cute.run,
         prefetches=True,
-        compile_units=rms_norm_router_cute.compile_units,
     ),
     Kernel(
         "triton",
@@ -123,7 +122,7 @@ KERNELS = (
         triton_support.run_of("rms_norm_router_triton"),
         prefetches=True,
     ),
-    Kernel("reference", why_not=never, run=rms_norm_router_ref),
+    Kernel("reference", why_not=never, run=rms_norm_router_ref, compiles=False),
 )
 
 OP = define_op(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import checks, cute_support, router_cute_parameters, tma_rows
-from compile_ext.ops.compile_unit import CompileUnit, Site, Target
 from compile_ext.ops.router_cute_parameters import VECTOR, DotParameters
-from compile_ext.ops.router_gemm_cute import DOT, address, biases_of, name_of, shape_of
+from compile_ext.ops.router_gemm_cute import DOT, address, name_of
 
 
 def why_not(
@@ -65,22 +64,6 @@ def run(
     written = y.data_ptr(), total.data_ptr(), logits.data_ptr()
     DOT.launch(x, p, p.grid(n), *read, *written, b.stride(0), eps, n, pdl=prefetch)
     return y, total, logits
-
-
-def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
-    """A site says nothing of its norm: with and without a residual, with a weight, and either order
-    of rounding."""
-    shape = shape_of(site, target)
-    split = None if shape is None else _split(*shape)
-    if shape is None or not isinstance(split, router_cute_parameters.Split):
-        return ()
-    made = [
-        DotParameters(shape[1], split, bias, True, True, adds, rounds)
-        for bias in biases_of(site)
-        for adds in (False, True)
-        for rounds in (False, True)
-    ]
-    return tuple(DOT.unit(p, target) for p in made)
 
 
 def _parameters(

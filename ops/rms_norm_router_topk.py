@@ -100,7 +100,7 @@ OP = define_op(
     check=_check,
     fake=_fake,
     kernels=(
-        Kernel("reference", why_not=never, run=rms_norm_router_topk_ref),
+        Kernel("reference", why_not=never, run=rms_norm_router_topk_ref, compiles=False),
         # Behind the reference: it runs only where it is named. H200 (docs/benchmarks.md): slower
         # than rms_norm_router and router_topk at each of ten shapes, by 0.03 to 2.4 us.
         Kernel(

@@ -7,12 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compile_ext.ops import float32_matmul
+from compile_ext.ops import device, float32_matmul
 from compile_ext.ops.checks import is_zero
 
 
 def why_not(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
-    if a.device.type != "cuda":
+    if device.capability(a) is None:
         return f"torch.mm(out_dtype=) runs on CUDA, the tensors are on {a.device.type}"
     if any(is_zero(size) for size in (*a.shape, *b.shape)):
         return "a dimension is 0"

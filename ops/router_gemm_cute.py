@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops import checks, cute_support, router_cute_parameters, tma_rows
-from compile_ext.ops.compile_unit import CompileUnit, Site, Target
 from compile_ext.ops.contract import m_of
 from compile_ext.ops.cute_kernel import CuteKernel
 from compile_ext.ops.router_cute_parameters import VECTOR, DotParameters, MmaParameters
@@ -93,36 +92,6 @@ def _chosen(m: int, n: int, k: int, bias: str | None) -> DotParameters | MmaPara
     found = parameters(m, n, k, bias)
     assert not isinstance(found, str)  # why_not saw to it
     return found[1]
-
-
-def compile_units(site: Site, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
-    """Of each token count that the site can have, up to ``max_tokens``."""
-    low, high = site.m[0], min(x for x in (site.m[1], max_tokens, MAX_TOKENS) if x is not None)
-    shape = shape_of(site, target)
-    if shape is None:
-        return ()
-    found = {}
-    for bias in biases_of(site):
-        for m in range(max(1, low), high + 1):
-            made = parameters(m, *shape, bias)
-            if not isinstance(made, str):
-                found[made[1]] = made[0].unit(made[1], target)
-    return tuple(found.values())
-
-
-def shape_of(site: Site, target: Target) -> tuple[int, int] | None:
-    """N and K of a site that kernels in CuTe DSL may run on a target, or None."""
-    is_bfloat16 = (site.a_dtype, site.b_dtype) == ("bfloat16", "bfloat16")
-    if target.capability < cute_support.MIN_CAPABILITY or not is_bfloat16:
-        return None
-    if not isinstance(site.n, int) or not isinstance(site.k, int):
-        return None
-    return site.n, site.k
-
-
-def biases_of(site: Site) -> tuple[str | None, ...]:
-    """The dtype of a bias is not in a site: any of the three."""
-    return ("bfloat16", "float16", "float32") if site.bias else (None,)
 
 
 def address(x: Tensor | None) -> int:

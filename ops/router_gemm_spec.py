@@ -69,7 +69,6 @@ KERNELS = (
         router_gemm_cute.why_not,
         router_gemm_cute.run,
         prefetches=True,
-        compile_units=router_gemm_cute.compile_units,
     ),
     Kernel(
         "triton_small_m",
@@ -77,8 +76,9 @@ KERNELS = (
         triton_support.run_of("router_gemm_small_m_triton"),
         prefetches=True,
     ),
-    Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run),  # cuBLAS
-    Kernel("reference", why_not=never, run=router_gemm_ref),
+    # cuBLAS
+    Kernel("aten", why_not=router_gemm_aten.why_not, run=router_gemm_aten.run, compiles=False),
+    Kernel("reference", why_not=never, run=router_gemm_ref, compiles=False),
     batch_invariant.kernel(triton_support.run_of("router_gemm_triton"), router_gemm_ref),
 )
 

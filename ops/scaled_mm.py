@@ -79,9 +79,10 @@ OP = define_op(
     check=_check,
     fake=_fake,
     kernels=(
-        Kernel("aten", why_not=scaled_mm_aten.why_not, run=scaled_mm_aten.run),  # cuBLASLt
+        # cuBLASLt
+        Kernel("aten", why_not=scaled_mm_aten.why_not, run=scaled_mm_aten.run, compiles=False),
         Kernel("triton", triton_support.why_not, triton_support.run_of("scaled_mm_triton")),
-        Kernel("reference", why_not=never, run=scaled_mm_ref),
+        Kernel("reference", why_not=never, run=scaled_mm_ref, compiles=False),
         batch_invariant.kernel(batch_invariant.tiled("scaled_mm_triton"), scaled_mm_ref),
     ),
     contract=OpContract(

@@ -79,7 +79,7 @@ def tile(m: int, x: Tensor) -> dict[str, int]:
 
 
 def _capability(x: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+    return device.capability(x) or (0, 0)
 
 
 def readable(x: Tensor) -> Tensor:

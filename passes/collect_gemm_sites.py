@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph
 
 from compile_ext.ops.contract import Gemm, m_of_gemm
-from compile_ext.ops.define import PINNED, definition_of
+from compile_ext.ops.define import PINNED, definition_of, own_arguments
 from compile_ext.ops.registry import why_no_contract
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.kernels_by_m import kernels_by_m
@@ -71,7 +71,7 @@ def _kernel(call: OpCall, m: int | torch.SymInt) -> tuple[str, tuple[str, ...]]:
     if definition is None:
         return "-", ()
     pinned = call.arguments[PINNED]
-    args = definition.own_arguments(fakes(call.arguments))
+    args = own_arguments(fakes(call.arguments))
     kernel, reasons = definition.kernel_for(*args, pinned=pinned)
     name = kernel.name
     if pinned is None and isinstance(m, torch.SymInt) and not is_static(m):

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_ext.ops.add_rms_norm import OP as ADD_RMS_NORM
-from compile_ext.ops.define import PINNED, definition_of, why_reference
+from compile_ext.ops.define import PINNED, definition_of, own_arguments, why_reference
 from compile_ext.ops.rms_norm import OP as RMS_NORM
 from compile_ext.ops.rms_norm_router import OP as RMS_NORM_ROUTER
 from compile_ext.ops.rms_norm_router_topk import OP as RMS_NORM_ROUTER_TOPK
@@ -108,7 +108,7 @@ def _fusions(norm: OpCall, router: OpCall) -> list[Fusion]:
         return [two]
     definition = definition_of(ROUTER_TOPK)
     assert definition is not None
-    more = definition.own_arguments(choice.arguments)[1:]
+    more = own_arguments(choice.arguments)[1:]
     three = Fusion(
         RMS_NORM_ROUTER_TOPK,
         (*arguments, *more),

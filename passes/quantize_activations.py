@@ -28,7 +28,7 @@ from compile_ext.ops import column_major
 from compile_ext.ops.block_scaled_mm import OP as BLOCK_SCALED_MM
 from compile_ext.ops.block_scaled_mm_m1 import OP as BLOCK_SCALED_MM_M1
 from compile_ext.ops.checks import is_zero
-from compile_ext.ops.define import PINNED, definition_of, why_reference
+from compile_ext.ops.define import PINNED, definition_of, own_arguments, why_reference
 from compile_ext.ops.quantize import quantize_groups
 from compile_ext.ops.ue8m0 import E8M0
 from compile_ext.passes.context import PassContext
@@ -79,7 +79,7 @@ def _read(node: Node, ctx: PassContext) -> OpCall | None:
     if a is None or a.dtype != torch.bfloat16:
         return None
     pinned = call.arguments[PINNED] or ctx.kernels.get(definition.family)
-    args = definition.own_arguments(fakes(call.arguments))
+    args = own_arguments(fakes(call.arguments))
     is_reference = pinned == "reference" or why_reference(call.op, *args) is not None
     return None if is_reference else call
 

@@ -1,0 +1,194 @@
+"""Compile Triton kernels ahead of their first launch, on any host: what is compiled follows from
+the arguments of a launch alone (dtypes, whether a number is 1 or a multiple of 16, constexprs).
+
+Imports Triton when asked. Checked with Triton 3.6 and 3.7.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compile_ext.ops import device, launches, triton_support
+from compile_ext.ops.compile_unit import CompileUnit
+from compile_ext.ops.device import Target
+
+_FOLDER = "TRITON_CACHE_DIR"
+_GROUP = "__grp__"  # of the file that names the files of an entry by their full path
+_WARP = 32
+_PATCH = threading.Lock()
+_patched = 0
+
+
+class TritonCompiler:
+    """Triton, whose cache is a folder an entry, named by a hash of all that the kernel depends on."""
+
+    name = "triton"
+    needs_device = False
+
+    def why_not(self, target: Target) -> str | None:
+        if not triton_support.is_installed():
+            return "Triton is not installed: pip install triton"
+        from triton import knobs
+
+        if knobs.runtime.interpret:
+            return "Triton interprets in this process: unset TRITON_INTERPRET"
+        return None
+
+    def folder(self) -> Path:
+        from triton import knobs
+
+        return Path(knobs.cache.dir)
+
+    def compile(self, unit: CompileUnit, target: Target, stage: Path) -> None:
+        import triton
+
+        from compile_ext.ops.renew import renewed  # which knows all ops
+
+        source, options = renewed(unit, target).how
+        before = os.environ.get(_FOLDER)
+        os.environ[_FOLDER] = str(stage)  # read at each use
+        try:
+            triton.compile(source, target=_gpu(target), options=options)
+        finally:
+            if before is None:
+                del os.environ[_FOLDER]
+            else:
+                os.environ[_FOLDER] = before
+
+    def arrived(self, entry: Path) -> None:
+        """The group file names its files by their full path: those of the folder that it was
+        written in."""
+        for path in entry.glob(f"{_GROUP}*"):
+            content = json.loads(path.read_text())
+            files = {name: str(entry / name) for name in content["child_paths"]}
+            if files == content["child_paths"]:
+                continue
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({**content, "child_paths": files}))
+            temporary.replace(path)
+
+
+TRITON = TritonCompiler()
+
+
+@contextmanager
+def noting() -> Iterator[None]:
+    """Inside, launches of Triton kernels by a thread that records are noted, and not made."""
+    if TRITON.why_not(Target((0, 0))) is not None:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    _patch(+1, JITFunction, Autotuner)
+    try:
+        yield
+    finally:
+        _patch(-1, JITFunction, Autotuner)
+
+
+def _patch(change: int, *classes: Any) -> None:
+    global _patched
+    with _PATCH:
+        if _patched == 0 and change > 0:
+            for cls, note in zip(classes, (_note, _note_each_configuration), strict=True):
+                cls.run = _noting_run(cls.run, note)
+        _patched += change
+        if _patched == 0:
+            for cls in classes:
+                cls.run = cls.run.__wrapped__
+
+
+def _noting_run(run: Any, note: Any) -> Any:
+    @functools.wraps(run)
+    def noting_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if launches.recorder() is None:  # another thread's
+            return run(self, *args, **kwargs)
+        return note(self, *args, **kwargs)
+
+    return noting_run
+
+
+def _note_each_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Of an autotuned kernel: any of its configurations may be the fastest."""
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    for config in self.prune_configs(kwargs):
+        self.fn.run(*args, **{**kwargs, **config.all_kwargs()})
+
+
+def _note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    noted, target = launches.recorder(), device.target()
+    assert noted is not None
+    assert target is not None
+    noted.append(launch_of(self, args, kwargs, target))
+
+
+def launch_of(function: Any, args: Any, kwargs: dict[str, Any], target: Target) -> launches.Launch:
+    """What ``function[grid](*args, **kwargs)`` launches on ``target``: as ``JITFunction.run`` finds
+    it."""
+    import triton
+    from triton import knobs
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    options = {
+        **kwargs,
+        "debug": kwargs.get("debug", function.debug) or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
+    backend, bind = _binder(function, target)
+    bound, specialization, rest = bind(*args, **options)
+    parsed, signature, constexprs, attributes = function._pack_args(
+        backend, options, bound, specialization, rest
+    )
+    source = _source(function)(function, signature, constexprs, attributes)
+    made_from = (
+        ("triton", triton.__version__),
+        ("arch", target.arch),
+        ("source", function.cache_key),
+        ("signature", str(signature)),
+        ("constants", str(sorted((str(k), _text(v)) for k, v in constexprs.items()))),
+        ("attributes", str(attributes)),
+        ("options", parsed.hash()),
+        ("backend", backend.hash()),
+        ("environment", str(get_cache_invalidating_env_vars())),
+    )
+    how = source, parsed.__dict__
+    return launches.Launch(TRITON, function.__name__, made_from, how)
+
+
+def _source(function: Any) -> Any:
+    """The class of its source: Gluon has one of its own."""
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def _text(constant: Any) -> str:
+    return str(getattr(constant, "cache_key", constant))
+
+
+@functools.lru_cache(maxsize=1024)
+def _binder(function: Any, target: Target) -> tuple[Any, Any]:
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(_gpu(target))
+    return backend, create_function_from_signature(function.signature, function.params, backend)
+
+
+def _gpu(target: Target) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = target.capability
+    return GPUTarget("cuda", 10 * major + minor, _WARP)
