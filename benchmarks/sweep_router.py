@@ -27,14 +27,14 @@ from rich.table import Table
 from router_layers import EPS, ERROR, SHAPES, Layers, kernel
 from torch import Tensor
 
-from compile_ext.ops import rms_norm_router_cute, router_gemm_cute
-from compile_ext.ops.compile_unit import CompileUnit, Target
+from compile_ext.ops import compiled_cache, rms_norm_router_cute, router_gemm_cute
+from compile_ext.ops.cute_kernel import CuteKernel
 from compile_ext.ops.router_cute_parameters import MEASURED, DotParameters, MmaParameters, Split
 from compile_ext.tune.measure import GraphClock
 from compile_ext.tune.timing import summary
 
 TOKENS = (2, 4, 8, 16, 32, 64, 128)
-HOPPER = Target((9, 0))
+HOPPER = (9, 0)
 Parameters = DotParameters | MmaParameters
 
 
@@ -85,21 +85,24 @@ def candidates(n: int, k: int) -> dict[tuple[str, int], list[Any]]:
     return found
 
 
-def unit(p: Parameters) -> CompileUnit:
-    which = router_gemm_cute.DOT if isinstance(p, DotParameters) else router_gemm_cute.MMA
-    return which.unit(p, HOPPER)
+def kernel_of(p: Parameters) -> CuteKernel:
+    return router_gemm_cute.DOT if isinstance(p, DotParameters) else router_gemm_cute.MMA
+
+
+def is_compiled(p: Parameters) -> bool:
+    return compiled_cache.find(kernel_of(p).key(p, HOPPER)) is not None
 
 
 def compile_one(p: Parameters) -> str | None:
     try:
-        unit(p).compile()
+        kernel_of(p).prepare(p, HOPPER)
     except Exception as error:  # in a worker: the parent says it
         return f"{p}: {error}"[:300]
     return None
 
 
 def compile_all(wanted: list[Parameters]) -> None:
-    missing = [p for p in dict.fromkeys(wanted) if not unit(p).is_cached()]
+    missing = [p for p in dict.fromkeys(wanted) if not is_compiled(p)]
     with ProcessPoolExecutor(os.cpu_count(), mp.get_context("spawn")) as pool:
         for message in pool.map(compile_one, missing, chunksize=4):
             if message:
@@ -111,7 +114,7 @@ def measure(layers: Layers, name: str, m: int, wanted: list[Any], clock: GraphCl
     rms_norm = kernel("rms_norm", "triton")
     replays = {}
     for p in wanted:
-        if not unit(p).is_cached():
+        if not is_compiled(p):
             continue  # it did not compile
 
         def fused(x: Tensor, norm: Tensor, b: Tensor, p: Any = p) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,12 @@ class CuteKernel:
         kernel = self._loaded.get(at) or self._load(*at)
         kernel.launch(index, grid, arguments, pdl=pdl)
 
+    def prepare(self, parameters: Parameters, capability: device.Capability) -> bool:
+        """Compile the kernel, where it is not on disk: True if so. Needs no GPU. Raises
+        KernelUnavailable where it cannot be compiled."""
+        key = self.key(parameters, capability)
+        return _obtain(self.source, self.builder, parameters, capability, key)[1]
+
     def noted(self, parameters: Parameters, capability: device.Capability) -> launches.Launch:
         """The launch with these parameters, and how to compile its kernel."""
         key = self.key(parameters, capability)

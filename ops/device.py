@@ -57,6 +57,11 @@ def as_if_on(target: Target) -> Iterator[None]:
         _TARGET.reset(token)
 
 
+def is_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU, or stands for a tensor that is."""
+    return x.is_cuda or (x.is_meta and _TARGET.get() is not None)
+
+
 def capability(x: Tensor) -> Capability | None:
     """Of the GPU that ``x`` is on; None where it is on none."""
     if x.is_cuda:

@@ -12,7 +12,7 @@ from compile_ext.ops.checks import is_zero
 
 
 def why_not(a: Tensor, b: Tensor, bias: Tensor | None) -> str | None:
-    if device.capability(a) is None:
+    if not device.is_gpu(a):
         return f"torch.mm(out_dtype=) runs on CUDA, the tensors are on {a.device.type}"
     if any(is_zero(size) for size in (*a.shape, *b.shape)):
         return "a dimension is 0"

@@ -27,7 +27,7 @@ _patched = 0
 
 
 class TritonCompiler:
-    """Triton, whose cache is a folder an entry, named by a hash of all that the kernel depends on."""
+    """Triton, whose cache is a folder for each entry, named by a hash of what it is made from."""
 
     name = "triton"
     needs_device = False

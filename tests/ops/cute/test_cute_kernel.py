@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from call_sites import H200
 
-from compile_ext.ops import compiled_cache, cute_compile, cute_kernel, cute_support
-from compile_ext.ops.compile_unit import Target
+from compile_ext.ops import compiled_cache, cute_compile, cute_kernel, cute_support, launches
 from compile_ext.ops.cute_kernel import CuteKernel
 from compile_ext.ops.errors import KernelUnavailable
 
-HOPPER = Target((9, 0))
+HOPPER = (9, 0)
 
 
 class Parameters(NamedTuple):
@@ -28,7 +27,8 @@ class Parameters(NamedTuple):
 
 def on_cuda(index: int = 0) -> Any:
     """A tensor on a CUDA device, for what asks where it is."""
-    return SimpleNamespace(device=torch.device("cuda", index), get_device=lambda: index)
+    device = torch.device("cuda", index)
+    return SimpleNamespace(device=device, is_cuda=True, get_device=lambda: index)
 
 
 class Compiler:
@@ -155,17 +155,22 @@ def test_the_source_of_a_kernel_is_all_that_it_imports(monkeypatch: pytest.Monke
     cute_kernel.source_hash.cache_clear()
 
 
-def test_a_unit_compiles_what_a_call_then_finds(driver: Any, compiler: Compiler) -> None:
-    unit = pickle.loads(pickle.dumps(kernel().unit(Parameters(7168), HOPPER)))
-    assert unit == kernel().unit(Parameters(7168), HOPPER)
-    assert unit != kernel().unit(Parameters(4096), HOPPER)
-    assert len({unit, kernel().unit(Parameters(7168), HOPPER)}) == 1
-    assert not unit.is_cached()
-    assert unit.compile() is True
-    assert unit.is_cached()
-    assert unit.compile() is False
+def test_a_kernel_compiled_ahead_is_what_a_call_then_finds(driver: Any, compiler: Compiler) -> None:
+    assert kernel().prepare(Parameters(7168), HOPPER) is True
+    assert kernel().prepare(Parameters(7168), HOPPER) is False
     kernel().launch(on_cuda(), Parameters(7168), 1, 0, 0, pdl=False)
     assert len(compiler.compiled) == 1
+
+
+def test_a_launch_is_noted_by_what_is_compiled_for_it() -> None:
+    with launches.recording(H200) as noted:
+        for k in (7168, 4096, 7168):
+            kernel().launch(torch.empty(1, device="meta"), Parameters(k), 1, 0, 0, pdl=False)
+    assert [x.kernel for x in noted] == ["router_dot_cute_kernel"] * 3
+    first, second, again = (x.key for x in noted)
+    assert first == again != second
+    other = kernel().noted(Parameters(7168), (10, 0))
+    assert other.key != first
 
 
 @pytest.mark.parametrize("release", ["4.7.1", "3.9.0"])
@@ -185,7 +190,7 @@ def test_a_newer_cute_dsl_compiles(release: str, monkeypatch: pytest.MonkeyPatch
 def test_without_cute_dsl_a_kernel_on_disk_runs(
     driver: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel().unit(Parameters(7168), HOPPER).compile()
+    kernel().prepare(Parameters(7168), HOPPER)
     install(monkeypatch, None)
     here = kernel()
     assert here.why_not(on_cuda(), Parameters(7168)) is None
@@ -198,7 +203,7 @@ def test_without_cute_dsl_a_kernel_on_disk_runs(
     with pytest.raises(KernelUnavailable, match="not installed"):
         here.launch(on_cuda(), Parameters(4096), 1, 0, 0, pdl=False)
     with pytest.raises(KernelUnavailable, match="not installed"):
-        here.unit(Parameters(4096), HOPPER).compile()
+        here.prepare(Parameters(4096), HOPPER)
 
 
 def test_a_damaged_kernel_is_compiled_anew(driver: Any, compiler: Compiler) -> None:
@@ -220,5 +225,5 @@ def test_a_device_that_cannot_run_it_is_the_reason(
     where: torch.device, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    x: Any = SimpleNamespace(device=where)
+    x: Any = SimpleNamespace(device=where, is_cuda=where.type == "cuda", is_meta=False)
     assert kernel().why_not(x, Parameters(7168)) == reason

@@ -8,13 +8,14 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from call_sites import H200, norm_router, router, units
 
 from compile_ext.ops import cute_support
-from compile_ext.ops.compile_unit import CompileUnit, Target
+from compile_ext.ops.compile_unit import CompileUnit
+from compile_ext.ops.cute_compiler import CUTE
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +47,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Compiled:
 
     def of(unit: CompileUnit) -> tuple[str, bytes]:
         kept.clear()
-        assert unit.compile()
+        cache.mkdir(parents=True, exist_ok=True)
+        CUTE.compile(unit, H200, cache)
         ptx, cubin = kept
         return ptx.decode(), cubin
 
@@ -115,19 +117,15 @@ def spills(cubin: bytes, tool: Path, file: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("n", "k", "bias"), SHAPES)
-@pytest.mark.parametrize("module", ["router_gemm_cute", "rms_norm_router_cute"])
+@pytest.mark.parametrize("site", [router, norm_router])
 def test_before_the_wait_it_loads_its_weights_alone_and_no_register_spills(
-    module: str, n: int, k: int, bias: bool, compiled: Compiled, tmp_path: Path
+    site: Any, n: int, k: int, bias: bool, compiled: Compiled, tmp_path: Path
 ) -> None:
     triton = pytest.importorskip("triton", reason="its wheel brings cuobjdump")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    bf16 = "bfloat16"
-    site: Any = SimpleNamespace(m=(1, 64), n=n, k=k, a_dtype=bf16, b_dtype=bf16, bias=bias)
-    units = importlib.import_module(f"compile_ext.ops.{module}").compile_units(
-        site, Target((9, 0)), 64
-    )
-    assert units
-    for unit in units:
+    found = units(site(n, k, "bfloat16" if bias else None), "cute", 64)
+    assert found
+    for unit in found:
         ptx, cubin = compiled(unit)
         assert_order(unit.kernel, accesses(ptx), bias=bias)
         assert spills(cubin, tool, tmp_path / "kernel.cubin") == (0, 0)
