@@ -66,8 +66,9 @@ class Kernel:
             return ()
 
         def run(arguments: dict[str, Any]) -> None:
-            prefetch = arguments.get(PREFETCH, False)
-            self.launch(own_arguments(arguments), prefetch=prefetch)
+            args = own_arguments(arguments)
+            if self.why_not(*args) is None:  # as the dispatch asks
+                self.launch(args, prefetch=arguments.get(PREFETCH, False))
 
         return traced_units(run, site, target, max_tokens, self.name)
 
