@@ -9,22 +9,32 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from compile_ext.ops import deep_gemm_config, deep_gemm_support, device
-from compile_ext.ops.call_site import run_calls
+from compile_ext.ops.call_site import Call, run_calls
 from compile_ext.ops.compile_unit import CompileUnit
+from compile_ext.ops.deep_gemm_config import Kind
 from compile_ext.ops.device import Target
-from compile_ext.ops.errors import KernelUnavailable
 from compile_ext.ops.launches import Launch
 
-DENSE = "fp8_gemm_nt"
+log = logging.getLogger(__name__)
+
+KINDS: dict[str, Kind] = {
+    "fp8_gemm_nt": "dense",
+    "m_grouped_fp8_gemm_nt_contiguous": "contiguous",
+    "fp8_m_grouped_gemm_nt_masked": "masked",
+    "fp8_einsum": "batched",
+}
+MAX_TOKENS = 16384  # of a site without a limit, where all its kernels have to be tried
 _ENTRIES = "cache"  # the folder of the entries, in the library's own
 # Environment variables that change what is compiled, and so the library's key.
 _FLAGS = (
@@ -35,9 +45,6 @@ _FLAGS = (
     "DG_JIT_PTXAS_VERBOSE",
     "DG_JIT_PTXAS_CHECK",
 )
-# Where DeepGEMM's choice of tile can change: at 16 and 32 tokens, and each 64 (seen of 147,456
-# choices on SM90).
-FIRST_OF_TILE, TILE = (1, 17, 33), 64
 
 
 class DeepGemmCompiler:
@@ -59,17 +66,24 @@ class DeepGemmCompiler:
         return deep_gemm_support.cache_folder() / _ENTRIES
 
     def compile(self, unit: CompileUnit, target: Target, stage: Path) -> None:
-        """Raises KernelUnavailable where the library compiles another kernel than was foretold."""
+        """Where the library compiles another kernel than was foretold, all that the calls of the
+        site can need."""
         private = stage.parent / "deep_gemm"  # of this process: the library reads its name once
         deep_gemm_support.use_cache(private)
         run_calls(unit.calls, "cuda")
         torch.cuda.synchronize()
-        made = sorted(x for x in (private / _ENTRIES).glob("*") if x.is_dir())
-        foretold = dict(unit.made_from).get("tile")
-        for entry in made:
+        foretold = dict(unit.made_from)["tile"]
+        found = [tile for x in _made(private) if (tile := tile_of(x)) is not None]
+        if found and foretold not in found:
+            log.warning(
+                "DeepGEMM has compiled %s where %s was foretold: this release chooses another way"
+                " than deep_gemm_config.py; each tile of 64 tokens is tried instead",
+                *(found[0], foretold),
+            )
+            run_calls(_cover(unit.calls[0]), "cuda")
+            torch.cuda.synchronize()
+        for entry in _made(private):
             entry.rename(stage / entry.name)
-            if foretold is not None:
-                _check(stage / entry.name, foretold)
 
     def arrived(self, entry: Path) -> None:
         pass
@@ -79,33 +93,40 @@ DEEP_GEMM = DeepGemmCompiler()
 
 
 def launches_of(function: str, args: tuple[Any, ...]) -> list[Launch]:
-    """What a call of DeepGEMM launches: for a dense GEMM on SM90 the one kernel that the library
-    will choose; for others one of several, which all calls together show."""
+    """The one kernel that a call of DeepGEMM will choose on SM90."""
     target = device.target()
     assert target is not None  # a launch is noted for one
-    (a, _), (b, _) = args[1:3] if function == "fp8_einsum" else args[:2]
+    kind = KINDS[function]
+    (a, _), (b, _) = args[1:3] if kind == "batched" else args[:2]
     n, k = b.shape[-2:]
+    m = args[4] if kind == "masked" else a.shape[0]
+    groups = 1 if kind == "dense" else b.shape[0]
     multiprocessors = _multiprocessors(target)
+    counted = groups if kind in ("masked", "batched") else 1
+    tile = deep_gemm_config.choose(kind, m, n, k, counted, multiprocessors)
     made_from = (
         *_library().items(),
         ("arch", target.arch),
         ("multiprocessors", str(multiprocessors)),
         ("function", function),
+        ("tile", str(tile)),
+        ("compiled", _compiled_sizes(function, n, k)),
+        ("groups", str(groups)),
     )
-    if function == DENSE and target.capability == (9, 0):
-        tile = deep_gemm_config.choose(a.shape[0], n, k, multiprocessors)
-        made_from += (("tile", _text(tile)), ("compiled", _compiled_sizes(n, k)))
-        return [Launch(DEEP_GEMM, f"{function} {_text(tile)}", made_from)]
-    m = args[4] if function.endswith("masked") else a.shape[0]
-    if m not in FIRST_OF_TILE and m % TILE != 1:
-        return []
-    made_from += (("weight", "x".join(map(str, b.shape))),)
-    return [Launch(DEEP_GEMM, function, made_from, each=True)]
+    return [Launch(DEEP_GEMM, f"{function} {tile}", made_from)]
 
 
-def _text(tile: deep_gemm_config.Tile) -> str:
-    sizes = f"{tile.block_m}x{tile.block_n}, {tile.stages} stages"
-    return f"{sizes}, cluster {tile.cluster_m}x{tile.cluster_n}"
+def _cover(call: Call) -> list[Call]:
+    """Calls of a site that reach each kernel that its calls can reach, up to this one's tile."""
+    low, high = call.site.m
+    last = MAX_TOKENS if high is None else high
+    tokens = (*deep_gemm_config.FIRST_OF_TILE, *range(1, last + 1, deep_gemm_config.TILE))
+    return [replace(call, m=m) for m in sorted(set(tokens)) if low <= m <= last]
+
+
+def _made(private: Path) -> list[Path]:
+    """The entries in a cache folder of a process's own."""
+    return sorted(x for x in (private / _ENTRIES).glob("*") if x.is_dir())
 
 
 def _multiprocessors(target: Target) -> int:
@@ -119,10 +140,11 @@ def _multiprocessors(target: Target) -> int:
     )
 
 
-def _compiled_sizes(n: int, k: int) -> str:
+def _compiled_sizes(function: str, n: int, k: int) -> str:
     """N and K where they are compiled in, as this release does by default; else ""."""
     library = importlib.import_module("deep_gemm")
-    dims = inspect.signature(getattr(library, DENSE)).parameters["compiled_dims"].default
+    asked = inspect.signature(getattr(library, function)).parameters.get("compiled_dims")
+    dims = "nk" if asked is None else asked.default
     return ", ".join(f"{name}={size}" for name, size in (("n", n), ("k", k)) if name in dims)
 
 
@@ -139,25 +161,17 @@ def _library() -> dict[str, str]:
     }
 
 
-def _check(entry: Path, foretold: str) -> None:
-    """Compare with what was compiled, which names its parameters in its source:
+def tile_of(entry: Path) -> str | None:
+    """The tile that an entry of the cache was compiled for, which its source names:
     ``..., BLOCK_M, BLOCK_N, BLOCK_K, 3 swizzles, stages, 2 thread counts, multicast, on A, ...``.
-
-    Raises:
-        KernelUnavailable: it is another kernel.
-    """
+    None for another kernel, as that which transposes a scale."""
     source = (entry / "kernel.cu").read_text(encoding="utf-8")
     found = re.search(r"sm90_fp8_gemm_1d2d_impl<([^>]*)>", source)
     if found is None:
-        return  # another kernel, that transposes a scale
+        return None
     given = [x.strip() for x in found[1].split(",")]
     block_m, block_n, stages, multicast, on_a = (given[i] for i in (5, 6, 11, 14, 15))
-    # The operand that one load brings to both CTAs: a, where they lie along N.
-    along_n = multicast != "1" and on_a in ("true", "1")
+    # On A: one load of a brings it to both CTAs, which lie along N.
+    along_n = on_a in ("true", "1")
     cluster = "1x1" if multicast == "1" else "1x2" if along_n else "2x1"
-    compiled = f"{block_m}x{block_n}, {stages} stages, cluster {cluster}"
-    if compiled != foretold:
-        raise KernelUnavailable(
-            f"DeepGEMM has compiled {compiled} where {foretold} was foretold: this release chooses"
-            " another way than deep_gemm_config.py"
-        )
+    return f"{block_m}x{block_n}, {stages} stages, cluster {cluster}"

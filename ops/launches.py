@@ -25,14 +25,12 @@ class Launch:
         kernel: its name, for people.
         made_from: all that the compiled kernel depends on, by name.
         how: what the compiler needs to compile it: its own affair.
-        each: it is one of several kernels, and each call that launches it may need another one.
     """
 
     compiler: Compiler
     kernel: str
     made_from: tuple[tuple[str, str], ...]
     how: Any = field(compare=False, default=None)
-    each: bool = False
 
     @functools.cached_property
     def key(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from compile_ext.ops import launches
@@ -38,11 +37,9 @@ def traced_units(
             noted.clear()
             run(arguments)
             for x in noted:
-                known, call = found.get(x.key), Call(site, m, kernel)
-                if known is None:
+                if x.key not in found:
+                    calls = (Call(site, m, kernel),)
                     found[x.key] = CompileUnit(
-                        x.compiler, x.kernel, x.key, (call,), x.made_from, x.how
+                        x.compiler, x.kernel, x.key, calls, x.made_from, x.how
                     )
-                elif x.each and call not in known.calls:
-                    found[x.key] = replace(known, calls=(*known.calls, call))
     return tuple(found.values())
