@@ -15,7 +15,7 @@ from compile_ext.ops.errors import KernelUnavailable
 _ONE_AT_A_TIME = threading.Lock()  # the tracer keeps its state in globals
 
 
-def compile_cubin(source: str, builder: str, parameters: Any, arch: str) -> bytes:
+def compile_cubin(source: str, builder: str, parameters: tuple[Any, ...], arch: str) -> bytes:
     """Compile ``builder(parameters)`` of ``compile_ext.ops.<source>``.
 
     Args:
@@ -34,7 +34,9 @@ def compile_cubin(source: str, builder: str, parameters: Any, arch: str) -> byte
         raise KernelUnavailable(f"CuTe DSL does not compile it ({_first_line(error)})") from error
 
 
-def _compile(source: str, builder: str, parameters: Any, arch: str, folder: Path) -> bytes:
+def _compile(
+    source: str, builder: str, parameters: tuple[Any, ...], arch: str, folder: Path
+) -> bytes:
     cute = importlib.import_module("cutlass.cute")
     runtime = importlib.import_module("cutlass.cute.runtime")
     kernel = getattr(importlib.import_module(f"compile_ext.ops.{source}"), builder)(parameters)

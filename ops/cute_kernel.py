@@ -102,13 +102,8 @@ class CuteKernel:
         """The launch with these parameters, and how to compile its kernel."""
         key = self.key(parameters, capability)
         made_from = (*key.made_from, ("compiler", str(key.compiler)))
-        compile = functools.partial(
-            cute_compile.compile_cubin,
-            self.source,
-            self.builder,
-            parameters,
-            cute_support.arch(capability),
-        )
+        built: Any = self.source, self.builder, parameters, cute_support.arch(capability)
+        compile = functools.partial(cute_compile.compile_cubin, *built)
         return launches.Launch(CUTE, self.source, made_from, (key, compile))
 
     def key(self, parameters: Parameters, capability: device.Capability) -> Key:
