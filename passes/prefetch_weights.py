@@ -109,13 +109,20 @@ def _why_not(call: OpCall, is_behind: bool, prewait: Prewait, ctx: PassContext) 
 
 
 def _starts_a_chain(call: OpCall) -> bool:
-    """Whether it certainly launches a kernel, which starts after everything before it."""
-    return not call.arguments[PREFETCH] and _has_elements(call.node)
+    """Whether it certainly launches a kernel, which starts after everything before it: one result
+    with elements is enough (without a residual, the sum of ``rms_norm_router`` has none)."""
+    return not call.arguments[PREFETCH] and any(_have_elements(call.node))
 
 
 def _has_elements(node: Node) -> bool:
     """Whether a result certainly has some; of several results, each."""
+    found = _have_elements(node)
+    return bool(found) and all(found)
+
+
+def _have_elements(node: Node) -> list[bool]:
+    """Of each result, whether it certainly has some."""
     found = fake(node)
     parts = found if isinstance(found, (tuple, list)) else [found]
     tensors = [x for x in parts if isinstance(x, torch.Tensor)]
-    return bool(tensors) and all(bounds(size)[0] >= 1 for x in tensors for size in x.shape)
+    return [all(bounds(size)[0] >= 1 for size in x.shape) for x in tensors]

@@ -65,6 +65,19 @@ return [%5]""",
     )
 
 
+def test_behind_a_norm_and_router_without_a_residual(rewrite: Any) -> None:
+    """Its sum has no elements: one result that has some shows that a kernel runs."""
+
+    def body(self: Model, x: Tensor) -> Tensor:
+        op = torch.ops.compile_ext.rms_norm_router
+        y, _, _ = op(x, None, None, 1e-6, False, self.body_weight, None)
+        return self.one(y)
+
+    model = Model(body)
+    model.body_weight = nn.Parameter(torch.randn(16, K).bfloat16(), requires_grad=False)
+    assert rewrite(model, tokens(1)).of(PASS) == [FIRST, FIRED]
+
+
 @pytest.mark.parametrize("m", [1, 3])
 def test_dependence_counts_and_not_position(rewrite: Any, m: int) -> None:
     """The compiler may put either of two independent calls first."""
