@@ -5,7 +5,8 @@ graph; the ops are in :mod:`compile_ext.ops`, the layers that use them in :mod:`
 """
 
 from compile_ext import ops
-from compile_ext.explain import explain, sites
+from compile_ext.explain import explain
+from compile_ext.manifest import Manifest, ManifestSite, NotCovered, collect, sites
 from compile_ext.marks import mark_router
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
 from compile_ext.ops.errors import CompileExtError
@@ -20,11 +21,15 @@ __all__ = [
     "CompileExtError",
     "Fallback",
     "Gemm",
+    "Manifest",
+    "ManifestSite",
     "Memory",
+    "NotCovered",
     "OpContract",
     "Pad",
     "Report",
     "Row",
+    "collect",
     "explain",
     "mark_router",
     "ops",

@@ -24,6 +24,7 @@ from compile_ext.bindings import Table
 from compile_ext.check import checked
 from compile_ext.derived import constants
 from compile_ext.inner import compile_inner
+from compile_ext.ops import device
 from compile_ext.options import Options
 from compile_ext.passes import DerivedInput, PassContext, copy_module, run_passes
 
@@ -86,6 +87,7 @@ def compile_ext_backend(
         constants=tables,
         backend_seconds=seconds,
         compile_id=compile_id,
+        target=device.target(),
     )
     records.add(record)
     # Nothing to hand in, nothing to name: nothing in between.

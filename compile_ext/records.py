@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from compile_ext.bindings import Binding, Table, form
+from compile_ext.ops.device import Target
 from compile_ext.passes import GraphReport
 
 
@@ -43,6 +44,7 @@ class GraphRecord:
         constants: one table for each derived input.
         backend_seconds: wall time of our passes and of the inner compiler.
         compile_id: Dynamo's name for the compilation, ``frame/attempt``.
+        target: the GPU that tensors of the device ``meta`` stood for, if any.
         bindings: for the identities of each set of weights that came by, what they need.
     """
 
@@ -53,6 +55,7 @@ class GraphRecord:
     constants: tuple[Table, ...] = ()
     backend_seconds: float = 0.0
     compile_id: str = ""
+    target: Target | None = None
     bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
 
     def bind(self, weights: Sequence[Any], args: Sequence[Any]) -> Binding:

@@ -87,6 +87,10 @@ class TableError(CompileExtError, ValueError):
     """A file is no kernel table, or a table cannot be written."""
 
 
+class ManifestError(CompileExtError, ValueError):
+    """A file is no manifest or cannot be written, or a manifest cannot be divided among ranks."""
+
+
 class KernelUnavailable(Exception):
     """A kernel finds out as it runs that it cannot, here and in this process: its compiler fails.
     The text is the reason. The dispatcher takes the next kernel, for this call and later ones."""

@@ -7,7 +7,6 @@ device; ``compile-ext tune`` writes them.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_ext.ops.errors import TableError
+from compile_ext.ops.replace_file import replace_text
 
 _FIX = "run compile-ext tune again, or delete the file"
 
@@ -100,18 +100,7 @@ def write(path: Path, table: Table) -> None:
     rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in sorted(table.rows))
     text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.close()
-                os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        replace_text(path, text)
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -4,6 +4,9 @@ The names are looked up when a graph calls them, so a package that is absent cos
 entry claims only what the named source proves, for every call that the op accepts. Sources:
 vLLM 0.33, sgl-kernel 0.4, SGLang 0.5, FBGEMM GenAI 1.9, DeepGEMM, kernels-community, torch 2.13.
 
+Ops whose kernels come compiled with their package say so. Those that compile at run time, through
+Triton, DeepGEMM or FlashInfer, do not say what: ``sites`` lists them as not covered.
+
 Left out on purpose: vLLM's quantization, norm and activation ops (``_C::*_fp8_quant``,
 ``_C::rms_norm*``, ``_C::silu_and_mul*``). They do not compare the rows of their buffers with those
 of the input: a longer buffer, as vLLM's num_token_padding makes, keeps what its last rows held.
@@ -16,6 +19,7 @@ from types import MappingProxyType
 
 import torch
 
+from compile_ext.ops.compile_unit import compiles_nothing
 from compile_ext.ops.contract import Align, Gemm, OpContract
 
 
@@ -37,16 +41,19 @@ CONTRACTS: Mapping[str, OpContract] = MappingProxyType(
         "aten::_scaled_mm.default": OpContract(
             gemm=_ATEN_GEMM,
             unread={"scale_result": _is_wide_output},
+            compile_units=compiles_nothing,
         ),
         # the same; cuda/CUDABlas.cpp: beta is 0 and C another pointer; K = 0 is zeroed
         "aten::_scaled_mm.out": OpContract(
             gemm=_ATEN_GEMM,
             unread={"scale_result": _is_wide_output},
             overwritten=("out",),
+            compile_units=compiles_nothing,
         ),
         # the same; the scales are lists, which a contract cannot name
         "aten::_scaled_mm_v2.default": OpContract(
-            gemm=Gemm(a="self", b="mat2", layout="nn", bias="bias")
+            gemm=Gemm(a="self", b="mat2", layout="nn", bias="bias"),
+            compile_units=compiles_nothing,
         ),
         # vllm csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_entry.cu
         "_C::cutlass_scaled_mm.default": OpContract(
@@ -55,6 +62,7 @@ CONTRACTS: Mapping[str, OpContract] = MappingProxyType(
             ),
             align={"k": _CUTLASS_K},
             overwritten=("out",),
+            compile_units=compiles_nothing,
         ),
         # the same: int8; zeros in b leave azp_adj, the sum over K, as it is
         "_C::cutlass_scaled_mm_azp.default": OpContract(
@@ -63,6 +71,7 @@ CONTRACTS: Mapping[str, OpContract] = MappingProxyType(
             ),
             align={"k": _CUTLASS_K},
             overwritten=("out",),
+            compile_units=compiles_nothing,
         ),
         # vllm/model_executor/kernels/linear/scaled_mm/deep_gemm.py; DeepGEMM csrc/apis/gemm.hpp
         "vllm::fp8_gemm_nt_op.default": OpContract(
@@ -95,10 +104,12 @@ CONTRACTS: Mapping[str, OpContract] = MappingProxyType(
                 "n": Align(8, pad={"mat_b": 0, "scales_b": 1.0, "bias": 0}),
                 "k": Align(16, pad={"mat_a": 0, "mat_b": 0}),
             },
+            compile_units=compiles_nothing,
         ),
         # sglang sgl-kernel/csrc/gemm/fp8_blockwise_gemm_kernel.cu (until sgl-kernel 0.3)
         "sgl_kernel::fp8_blockwise_scaled_mm.default": OpContract(
-            gemm=Gemm(a="mat_a", b="mat_b", layout="nn", scale_a="scales_a", scale_b="scales_b")
+            gemm=Gemm(a="mat_a", b="mat_b", layout="nn", scale_a="scales_a", scale_b="scales_b"),
+            compile_units=compiles_nothing,
         ),
         # sglang/kernels/ops/gemm/fp8_blockwise_gemm.py: does not check the size of ``out``
         "sglang::fp8_blockwise_scaled_mm.default": OpContract(
@@ -128,11 +139,13 @@ CONTRACTS: Mapping[str, OpContract] = MappingProxyType(
                 "n": Align(8, pad={"WQ": 0, "w_scale": 1.0, "bias": 0}),
                 "k": Align(16, pad={"XQ": 0, "WQ": 0}),
             },
+            compile_units=compiles_nothing,
         ),
         # the same. Never ``output``: where K is 0 the op returns before it writes.
         "fbgemm::f8f8bf16_rowwise_out.default": OpContract(
             gemm=Gemm(a="XQ", b="WQ", scale_a="x_scale", scale_b="w_scale", bias="bias"),
             align={"k": Align(16, pad={"XQ": 0, "WQ": 0})},
+            compile_units=compiles_nothing,
         ),
         # kernels-community finegrained-fp8/torch-ext/finegrained_fp8/matmul.py, early builds: later
         # ones register in a namespace that ends in a hash

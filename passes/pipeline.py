@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
-from compile_ext.passes.collect_gemm_sites import collect_gemm_sites
+from compile_ext.passes.collect_sites import collect_sites
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.fold_parameter_math import fold_parameter_math
 from compile_ext.passes.fold_weight_padding import fold_weight_padding
@@ -46,7 +46,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_router,  # the last to make ops: it joins what the passes before have made
     prefetch_weights,  # after all rewrites: which call is the first of the graph is settled
     pin_kernels,  # after the ops are what they stay
-    collect_gemm_sites,  # sees the graph as it is compiled
+    collect_sites,  # last: sees the graph as it is compiled
 )
 
 PASS_NAMES = tuple(p.__name__ for p in PASSES)

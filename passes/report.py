@@ -1,10 +1,13 @@
-"""What the passes say of one graph: the decision on each candidate, and the GEMM sites."""
+"""What the passes say of one graph: the decision on each candidate, the GEMM sites, and the calls
+that a warmup makes again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from torch.fx import Node
+
+from compile_ext.ops.call_site import CallSite
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,12 @@ class Site:
 @dataclass(eq=False)
 class Entry:
     """One row of the report: a candidate, its site if it is a GEMM with a contract, all decisions
-    on it.
+    on it; or a call that no pass has said anything of.
 
     ``weight`` is the position of its weight among the inputs of the root graph, None for a GEMM of
     two activations; ``hint`` is a name from the graph for that case. One body called from two
-    places has two.
+    places has two. ``call`` is what a warmup makes again; ``not_covered`` says why it cannot, or
+    not to the end: what the call compiles is not known then.
     """
 
     op: str
@@ -66,6 +70,8 @@ class Entry:
     hint: str
     decisions: list[Decision] = field(default_factory=list)
     site: Site | None = None
+    call: CallSite | None = None
+    not_covered: str | None = None
 
 
 @dataclass(eq=False)

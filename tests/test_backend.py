@@ -122,7 +122,7 @@ def test_two_models_and_two_instances_do_not_mix() -> None:
     for _ in range(2):
         for c, m in zip(compiled, models, strict=False):
             check(c, m, x)
-    assert [r.module for r in compile_ext.sites(models[0])] == ["gate", "proj"]
+    assert [r.module for r in compile_ext.explain(models[0]).rows] == ["gate", "proj"]
     with pytest.raises(compile_ext.CompileExtError, match="no live compilation"):
         compile_ext.explain(models[2][0].gate)  # never compiled
     with torch.no_grad():
@@ -326,4 +326,4 @@ def test_meta_model_with_inner_eager() -> None:
     with torch.no_grad():
         out = torch.compile(model, backend="compile_ext", options=EAGER)(x)
     assert out[0].shape == (5, 50)
-    assert {r.site.n for r in compile_ext.sites(model) if r.site} == {64, 8}
+    assert {r.site.n for r in compile_ext.explain(model).rows if r.site} == {64, 8}

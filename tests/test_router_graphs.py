@@ -54,7 +54,7 @@ def graphs() -> int:
 
 def ops_of(model: Router) -> set[tuple[str, tuple[int, int | None]]]:
     """The router's ops, each with its range of M."""
-    sites = [s for row in compile_ext.sites(model) if (s := row.site) is not None]
+    sites = [s for row in compile_ext.explain(model).rows if (s := row.site) is not None]
     return {(s.op, s.m) for s in sites if "router" in s.op}
 
 

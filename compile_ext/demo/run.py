@@ -172,9 +172,9 @@ def _passes_table(report: Report) -> Table:
             if d.fired:
                 examples.setdefault(d.pass_name, f"{row.module}: {d.detail}")
         if row.site:
-            fired["collect_gemm_sites"] += 1
+            fired["collect_sites"] += 1
             examples.setdefault(
-                "collect_gemm_sites", f"{row.module}: {row.op}, N={row.site.n}, K={row.site.k}"
+                "collect_sites", f"{row.module}: {row.op}, N={row.site.n}, K={row.site.k}"
             )
     table = Table(title="what the passes did")
     for column in ("pass", "fired", "not", "for example"):

@@ -69,4 +69,4 @@ def test_fires_for_every_layer(pass_name: str, place: str) -> None:
     weight = "r" if pass_name == "lower_router_linear" else "w"
     assert fired == {f"{i}.{weight}" for i in range(3)}
     sites = {row.module for row in rows if row.site is not None}
-    assert fired <= sites  # collect_gemm_sites
+    assert fired <= sites  # collect_sites

@@ -91,7 +91,7 @@ def test_site() -> None:
     given = args()
     with torch.no_grad():
         compiled(*given)
-    [row] = compile_ext.sites(compiled)
+    [row] = compile_ext.explain(compiled).rows
     assert row.site is not None
     assert (row.site.op, row.site.m, row.site.n, row.site.k) == (
         "aten::_scaled_mm",
@@ -170,6 +170,6 @@ def test_another_schema_is_a_reason_and_no_error(overload: str) -> None:
     found = decisions(OTHER, f"torch.ops._C.cutlass_scaled_mm{overload}")
     assert found[0] == CONSTANT
     assert found[1].startswith(
-        "_C::cutlass_scaled_mm - collect_gemm_sites the contract known for it does not fit: found"
+        "_C::cutlass_scaled_mm - collect_sites the contract known for it does not fit: found"
         " argument 'a' in gemm, which the schema lacks"
     )

@@ -1,5 +1,6 @@
-"""Record every GEMM with a contract: the op, N, K, the range of M, dtypes, scales, and the kernel
-that runs.
+"""Record every call of an op of this package, and of every other op with a contract: what a warmup
+makes again, and for a GEMM what ``explain`` shows: N, K, the range of M, dtypes, scales, and the
+kernel that runs. Calls of other packages' ops that it cannot tell of are recorded with the reason.
 
 The graph is unchanged. Runs after the other passes, on cache hits too: passes run on the Dynamo
 graph.
@@ -10,32 +11,83 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Graph, Node
 
 from compile_ext.ops.contract import Gemm, m_of_gemm
 from compile_ext.ops.define import PINNED, definition_of, own_arguments
-from compile_ext.ops.registry import why_no_contract
+from compile_ext.ops.registry import contract_of, why_no_contract
+from compile_ext.passes.call_site import NotExpressible, call_site
 from compile_ext.passes.context import PassContext
 from compile_ext.passes.kernels_by_m import kernels_by_m
-from compile_ext.passes.op_calls import OpCall, overload, read_call
+from compile_ext.passes.op_calls import FUNCTIONALIZED, OpCall, overload, read_call
 from compile_ext.passes.regions import TRANSFORM
 from compile_ext.passes.report import Site
 from compile_ext.passes.values import bounds, dtype_name, fakes, is_static, tensor
 
+# Namespaces of torch's own: what these ops compile, if anything, is Inductor's or the compiler's of
+# torch itself.
+_TORCH = (
+    *("aten", "prim", "prims", "inductor", "rngprims", "profiler", "quantized", "mkl", "mkldnn"),
+    *("onednn", "_quantized", "quantized_decomposed", "c10d", "_c10d_functional", "symm_mem"),
+)
+_NO_CONTRACT = "it has no contract: compile_ext.register_contract(op, OpContract(...))"
+_SAYS_NOT = "its contract does not say what it compiles: OpContract(compile_units=...)"
 
-def collect_gemm_sites(graph: Graph, ctx: PassContext) -> None:
+
+def collect_sites(graph: Graph, ctx: PassContext) -> None:
     for node in graph.nodes:
         call = read_call(node)
-        op = overload(node)
+        op = _op(node)
         misfit = why_no_contract(op) if op is not None else None
         if misfit:
             ctx.skipped(node, misfit)
-        if call is None or ctx.stand_back(node) == TRANSFORM:
+        if op is None:
             continue
-        if call.contract.gemm is not None:
-            site = _site(call, call.contract.gemm)
-            if site is not None:
-                ctx.entry(node, call.arguments[call.contract.gemm.b]).site = site
+        if call is None or ctx.stand_back(node) == TRANSFORM:
+            reason = _why_unread(op, misfit, ctx.stand_back(node))
+            if reason is not None:
+                ctx.entry(node).not_covered = reason
+            continue
+        gemm = call.contract.gemm
+        entry = ctx.entry(node, call.arguments[gemm.b] if gemm is not None else None)
+        if gemm is not None:
+            entry.site = _site(call, gemm)
+        if definition_of(op) is None and call.contract.compile_units is None:
+            entry.not_covered = _SAYS_NOT
+        try:
+            entry.call = call_site(call)
+        except NotExpressible as error:
+            entry.not_covered = str(error)
+
+
+def _op(node: Node) -> OpOverload | None:
+    """What a node calls, also through ``auto_functionalized``."""
+    if node.op != "call_function" or node._erased:
+        return None
+    if node.target in FUNCTIONALIZED:
+        op = node.args[0]
+        return op if isinstance(op, OpOverload) else None
+    packet: Any = node.target
+    if isinstance(packet, OpOverloadPacket) and not _is_of_torch(packet._qualified_op_name):
+        # Which overload is looked up for those with a contract: any will do to name the others.
+        return overload(node) or getattr(packet, packet.overloads()[0])
+    return overload(node)
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.split("::")[0] in _TORCH
+
+
+def _why_unread(op: OpOverload, misfit: str | None, stand_back: str | None) -> str | None:
+    """Why nothing is known of a call; None of an op that is torch's."""
+    if stand_back == TRANSFORM and contract_of(op) is not None:
+        return TRANSFORM
+    if _is_of_torch(op._schema.name):
+        return None
+    if contract_of(op) is not None:
+        return "its arguments are views of what it writes"
+    return misfit or _NO_CONTRACT
 
 
 def _site(call: OpCall, gemm: Gemm) -> Site | None:

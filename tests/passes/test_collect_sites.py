@@ -1,4 +1,4 @@
-"""collect_gemm_sites: every GEMM with a contract is recorded, with its module path and the range of
+"""collect_sites: every GEMM with a contract is recorded, with its module path and the range of
 M.
 """
 
@@ -27,7 +27,7 @@ def sites_of(model: Any, *args: Any, **kwargs: Any) -> dict[str, Site]:
     compiled = torch.compile(model, backend="compile_ext", options=EAGER, **kwargs)
     with torch.no_grad():
         compiled(*args)
-    return {row.module: row.site for row in compile_ext.sites(compiled) if row.site}
+    return {row.module: row.site for row in compile_ext.explain(compiled).rows if row.site}
 
 
 class Block(nn.Module):
@@ -126,7 +126,9 @@ def test_layer_compile_lists_every_layer() -> None:
         layer.compile(backend="compile_ext", options=EAGER)
     with torch.no_grad():
         model(torch.randn(5, 8))
-    assert [row.module for row in compile_ext.sites(model)] == [f"{i}.proj" for i in range(8)]
+    assert [row.module for row in compile_ext.explain(model).rows] == [
+        f"{i}.proj" for i in range(8)
+    ]
     assert compile_ext.explain(model).graphs == 1
 
 

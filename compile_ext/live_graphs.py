@@ -1,0 +1,115 @@
+"""The compiled graphs of one model that Dynamo still holds, and the module paths of what is in
+them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_ext import records
+from compile_ext.backend import compile_ext_backend
+from compile_ext.bindings import Binding
+from compile_ext.ops import device
+from compile_ext.ops.device import Target
+from compile_ext.ops.errors import NotCompiledError
+from compile_ext.passes.report import Entry
+from compile_ext.records import GraphRecord
+from compile_ext.tensors import names_of, original, roots_of
+
+
+def look(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Run the model once, compiled with inner ``eager``, to look at its graphs: no kernel is
+    compiled. What it writes (a KV cache) is written."""
+    compiled: Any = torch.compile(original(model), backend=_backend(device.target()))
+    compiled(*args, **kwargs)
+
+
+@functools.cache
+def _backend(target: Target | None) -> Any:
+    """One object for all looks: Dynamo keys its cache by the backend, so a second look compiles
+    nothing anew. One for each GPU that tensors of the device ``meta`` stand for: the passes go by
+    it."""
+    return functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
+
+
+class LiveGraphs:
+    """The graphs of a model: those that were compiled for what tensors of the device ``meta`` stand
+    for now.
+
+    Args:
+        model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.target = original(model)
+        self.names = names_of(self.target)
+        self._codes = _codes(self.target)
+        gpu = device.target()
+        self.records = [r for r in records.live() if r.target == gpu and self._has(r)]
+
+    def not_compiled(self, where: str, how: str) -> NotCompiledError:
+        """The error of one who asks, where there are none."""
+        return NotCompiledError(
+            where,
+            f"{type(self.target).__name__} with no live compilation by backend 'compile_ext'",
+            "a model that was compiled and called, or example arguments",
+            f"call the compiled model once, or {how}",
+        )
+
+    def uses(self, record: GraphRecord) -> Iterator[tuple[Entry, str, tuple[str, ...]]]:
+        """Of each entry of a graph, once for each weight of this model that it serves: its module
+        path, and how the constants derived from the weight are kept."""
+        served = record.served()
+        for entry in record.report.entries:
+            if not entry.weights:
+                yield entry, entry.hint, ()
+            for tensors, binding in served:
+                for position in entry.weights:
+                    name = self.names.get(id(tensors[position]))
+                    if name is None and position in record.call_inputs:
+                        name = entry.hint
+                    if name is not None:
+                        yield entry, name, _kinds(position, binding)
+
+    def has_line(self, file: str | None, line: int | None) -> bool:
+        """Whether a line is one of the model's code."""
+        return any(
+            file == c.co_filename and line is not None and c.co_firstlineno <= line <= _last_line(c)
+            for c in self._codes
+        )
+
+    def _has(self, record: GraphRecord) -> bool:
+        if any(id(t) in self.names for tensors, _ in record.served() for t in tensors.values()):
+            return True
+        if not record.call_inputs.issuperset(record.weights):
+            return False  # it has parameters, of another model
+        return record.place is not None and self.has_line(record.place.file, record.place.line)
+
+
+def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
+    """How the constants of this weight are kept."""
+    return tuple(dict.fromkeys(c.state() for at, c in binding.constants if position in at))
+
+
+def _codes(target: Any) -> list[CodeType]:
+    """The code of the target and of every module that it can reach."""
+    modules = [v for v in roots_of(target).values() if isinstance(v, nn.Module)]
+    functions = [type(m).forward for top in modules for m in top.modules()]
+    while isinstance(target, functools.partial):
+        target = target.func
+    if not isinstance(target, nn.Module):
+        functions += [inspect.unwrap(getattr(target, "__func__", target)), type(target).__call__]
+    found = [getattr(f, "__code__", None) for f in functions]
+    return list(dict.fromkeys(c for c in found if c is not None))
+
+
+def _last_line(code: CodeType) -> int:
+    return max(
+        (line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno
+    )
