@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from compile_ext.live_graphs import LiveGraphs, look
 from compile_ext.manifest.manifest import Manifest, ManifestSite, NotCovered
@@ -55,8 +56,7 @@ def collect(model: Any, *args: Any, **kwargs: Any) -> Manifest:
 
 
 def _as_if_here(*arguments: Any) -> AbstractContextManager[None]:
-    leaves = torch.utils._pytree.tree_leaves(arguments)
-    is_meta = any(isinstance(x, Tensor) and x.is_meta for x in leaves)
+    is_meta = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(arguments))
     if not is_meta or device.target() is not None or not torch.cuda.is_available():
         return nullcontext()
     return as_if_on(Target.here(torch.cuda.current_device()))
