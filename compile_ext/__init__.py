@@ -9,15 +9,17 @@ from compile_ext.explain import explain
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered, collect, sites
 from compile_ext.marks import mark_router
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
-from compile_ext.ops.errors import CompileExtError
+from compile_ext.ops.errors import CompileExtError, SealError
 from compile_ext.ops.registry import register_contract
 from compile_ext.report import Fallback, Report, Row
+from compile_ext.sealing import CompileEvent, seal
 from compile_ext.weights import prepare, refresh, restore
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Align",
+    "CompileEvent",
     "CompileExtError",
     "Fallback",
     "Gemm",
@@ -29,6 +31,7 @@ __all__ = [
     "Pad",
     "Report",
     "Row",
+    "SealError",
     "collect",
     "explain",
     "mark_router",
@@ -37,5 +40,6 @@ __all__ = [
     "refresh",
     "register_contract",
     "restore",
+    "seal",
     "sites",
 ]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from compile_ext.ops import launches
+from compile_ext.ops import deep_gemm_nvcc, launches
 from compile_ext.ops.errors import KernelUnavailable
 
 PACKAGE = "sgl-deep-gemm"
@@ -40,12 +40,14 @@ def why_not() -> str | None:
     """
     if importlib.util.find_spec("deep_gemm") is None:
         return f"DeepGEMM is not installed: {install()}"
-    reason = why_no_nvcc(nvcc())
-    if reason:
+    compiler = nvcc()
+    reason = why_no_nvcc(compiler)
+    if reason or compiler is None:
         return f"DeepGEMM compiles with nvcc, which {reason}"
     reason = why_no_cache(cache_folder())
     if reason:
         return f"DeepGEMM {reason}: set {_CACHE_VARIABLE} to another folder"
+    deep_gemm_nvcc.stand_between(compiler)
     try:
         importlib.import_module("deep_gemm")
     # Symbols of another torch (OSError, ImportError), a toolkit that it does not find (an assert).
@@ -99,6 +101,7 @@ def call(function: str, *args: object) -> None:
     Raises:
         KernelUnavailable: this release has no such function, or its compiler or cache fails. Other
             errors (out of memory, an illegal address) are the library's own.
+        SealError: it would have to compile, under a seal.
     """
     noted = launches.recorder()
     if noted is not None:
@@ -115,8 +118,13 @@ def call(function: str, *args: object) -> None:
         detail = _compile_failure(str(error))
         if detail is None:
             raise
+        if deep_gemm_nvcc.watcher is not None:
+            deep_gemm_nvcc.watcher.look(failed=True)
         hint = "what nvcc says is in the output of this process; compile-ext doctor looks at it"
         raise KernelUnavailable(f"DeepGEMM does not compile it ({detail}): {hint}") from error
+    watcher = deep_gemm_nvcc.watcher
+    if watcher is not None and watcher.noted[0]:
+        watcher.look(failed=False)
 
 
 def _compile_failure(text: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CompileExtError(Exception):
     """Base of every error that compile_ext raises on purpose: ``Error(where, found, wanted, fix)``.
@@ -98,6 +100,16 @@ class KernelUnavailable(Exception):
 
 class CudaError(CompileExtError, RuntimeError):
     """The CUDA driver refuses a launch, or an earlier kernel has failed."""
+
+
+class SealError(CompileExtError):
+    """Something would have to be compiled under a seal: ``SealError(where, found, wanted, fix,
+    event)``."""
+
+    @property
+    def event(self) -> Any:
+        """The :class:`compile_ext.CompileEvent`."""
+        return self.args[4]
 
 
 class OptionError(CompileExtError, ValueError):

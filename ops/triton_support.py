@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compile_ext.ops import device
 from compile_ext.ops.checks import FP8
-from compile_ext.ops.errors import KernelUnavailable
+from compile_ext.ops.errors import KernelUnavailable, SealError
 from compile_ext.ops.ue8m0 import E8M0
 
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
@@ -101,6 +101,8 @@ def run_of(kernel: str, function: str = "run") -> Callable[..., Any]:
         try:
             module = importlib.import_module(f"compile_ext.ops.{kernel}")
             return getattr(module, function)(*args, **options)
+        except SealError:
+            raise
         except Exception as error:
             reason = _why_not_compiled(error)
             if reason is None:

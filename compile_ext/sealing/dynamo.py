@@ -1,0 +1,116 @@
+"""Dynamo: a frame that it traces, for the first time or again, for any backend.
+
+Refused before the trace begins, so that nothing of the frame is marked or learnt. Read in torch
+2.13; ``CatchErrorsWrapper`` is what torch calls where no compiled entry of a frame fits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+from compile_ext.sealing.calls import described, frames
+from compile_ext.sealing.event import CompileEvent
+from compile_ext.sealing.modules import path_of
+from compile_ext.sealing.patches import Patch
+from compile_ext.sealing.telling import surfacing, tell
+
+_FIRST = "call the model with such arguments before the seal"
+_AGAIN = f"{_FIRST}; where a size differs, torch._dynamo.mark_dynamic(x, dim) before its first call"
+
+
+def _watching(compile: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(compile)
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        try:
+            tell(lambda: _event(given["code"], given["locals"], given.get("frame")))
+        except BaseException:
+            _uncount(given["compile_id"])
+            raise
+        return compile(*args, **kwargs)
+
+    _TRACES.add(watching.__code__)
+    return watching
+
+
+_TRACES: set[CodeType] = set()
+PATCHES = (
+    Patch("torch._dynamo.convert_frame", "_compile", _watching),
+    Patch("torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__", surfacing),
+)
+
+
+def _uncount(compile_id: Any) -> None:
+    """A compile that did not happen: after 256 Dynamo leaves the frame to eager for good."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+
+    if compile_id.frame_compile_id is not None:
+        FRAME_COMPILE_COUNTER[compile_id.frame_id] = compile_id.frame_compile_id
+
+
+def module_traced() -> tuple[str, ...]:
+    """The path of the module whose method Dynamo compiles in this thread, if it does."""
+    for frame in frames():
+        if frame.f_code in _TRACES:
+            given = frame.f_locals["given"]
+            return _path(_owner(given["code"], given["locals"]))
+    return ()
+
+
+def _owner(code: CodeType, variables: dict[str, Any]) -> nn.Module | None:
+    """The module whose method a frame runs."""
+    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
+
+
+def _path(module: nn.Module | None) -> tuple[str, ...]:
+    path = path_of(module) if module is not None else ""
+    return (path,) if path else ()
+
+
+def _event(code: CodeType, variables: dict[str, Any], frame: FrameType | None) -> CompileEvent:
+    owner = _owner(code, variables)
+    name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    reason = _why_again(code, variables)
+    return CompileEvent(
+        "dynamo",
+        f"{name} ({code.co_filename}:{code.co_firstlineno})",
+        described({x: variables[x] for x in arguments if x in variables}),
+        modules=_path(owner),
+        fix=_AGAIN if reason else _FIRST,
+        reason=reason,
+    )
+
+
+def _why_again(code: CodeType, variables: dict[str, Any]) -> str:
+    """The guard of each compiled entry of a frame that fails; "" where there is none."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries = _debug_get_cache_entry_list(code)
+    return "; ".join(dict.fromkeys(_failed_guard(x.guard_manager, variables) for x in entries))
+
+
+def _failed_guard(manager: Any, variables: dict[str, Any]) -> str:
+    said = manager.check_verbose(variables)
+    if said.result:
+        return "another backend, or other options of torch.compile"
+    parts = said.verbose_code_parts
+    if len(parts) > 1:  # all of a group: the first that is false
+        names = {"L": variables, "G": manager.global_scope["G"], **manager.closure_vars}
+        parts = [x for x in parts if not _holds(x, {**manager.global_scope, **names})] or parts
+    return " ".join(str(parts[0]).split("  #")[0].split()) if parts else "a guard fails"
+
+
+def _holds(guard: str, names: dict[str, Any]) -> bool:
+    try:
+        return bool(eval(guard, names))
+    # Any error of what the guard looks at: then it is not the one that is shown.
+    except Exception:
+        return True
