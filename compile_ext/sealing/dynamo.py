@@ -7,6 +7,7 @@ Refused before the trace begins, so that nothing of the frame is marked or learn
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -105,7 +106,8 @@ def _failed_guard(manager: Any, variables: dict[str, Any]) -> str:
     if len(parts) > 1:  # all of a group: the first that is false
         names = {"L": variables, "G": manager.global_scope["G"], **manager.closure_vars}
         parts = [x for x in parts if not _holds(x, {**manager.global_scope, **names})] or parts
-    return " ".join(str(parts[0]).split("  #")[0].split()) if parts else "a guard fails"
+    text = str(parts[0]).split("  #")[0] if parts else "a guard fails"
+    return " ".join(re.sub(r"\bL\['(\w+)'\]", r"\1", text).split())
 
 
 def _holds(guard: str, names: dict[str, Any]) -> bool:
