@@ -28,11 +28,13 @@ class OpCall:
         op: its name.
         m: tokens; None where the op is no GEMM and its first argument has no rows.
         arguments: by schema name.
+        weights: those that name the module: of a GEMM the weight, else all.
     """
 
     op: str
     m: int | None
     arguments: dict[str, Any]
+    weights: tuple[Any, ...]
 
 
 def frames() -> Iterable[FrameType]:
@@ -51,7 +53,9 @@ def op_call() -> OpCall | None:
     definition, args = frame.f_locals["definition"], frame.f_locals["args"]
     names = [x.name for x in definition.overload._schema.arguments]
     arguments = dict(zip(names, args, strict=False))
-    return OpCall(str(definition.overload._schema.name), _tokens(definition, arguments), arguments)
+    gemm, name = definition.gemm, str(definition.overload._schema.name)
+    weights = tuple(arguments.values()) if gemm is None else (arguments[gemm.b],)
+    return OpCall(name, _tokens(definition, arguments), arguments, weights)
 
 
 def _tokens(definition: define.OpDefinition, arguments: dict[str, Any]) -> int | None:

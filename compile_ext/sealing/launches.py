@@ -20,13 +20,14 @@ def launch_event(
     """
     call = op_call()
     shown = arguments if call is None else call.arguments
+    weights = arguments.values() if call is None else call.weights
     return CompileEvent(
         kind,
         kernel,
         described(shown),
         key,
         "" if call is None else call.op,
-        modules_of(shown.values()),
+        modules_of(weights),
         fix_for(call),
         reason,
     )
