@@ -122,10 +122,10 @@ def compiles(tmp_path: Path) -> int:
 def test_a_compile_is_refused_and_no_other_kernel_taken(
     library: Library, net: nn.Module, tmp_path: Path
 ) -> None:
-    with seal("error"):
-        for _ in range(2):
-            with pytest.raises(SealError) as refused:
-                call(net, 5)
+    with seal("error"), pytest.raises(SealError):
+        call(net, 5)
+    with seal("error"), pytest.raises(SealError) as refused:
+        call(net, 5)
     event = refused.value.event
     assert (event.kind, event.kernel) == ("deep_gemm", "sm90_fp8_gemm_1d2d_impl")
     assert event.op == "compile_ext::block_scaled_mm"

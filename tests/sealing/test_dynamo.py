@@ -129,7 +129,7 @@ def test_what_is_disabled_is_not_compiled(heard: list[CompileEvent]) -> None:
     def outer(x: Tensor) -> Tensor:
         return disabled(x) * 2
 
-    disabled = torch._dynamo.disable(function, recursive=False)
+    disabled: Any = torch._dynamo.disable(recursive=False)(function)
     with seal(heard.append):
         outer(x())
     names = [re.sub(r"_at_\d+", "", e.kernel.split(" ")[0]) for e in heard]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 
 from compile_ext import CompileEvent, SealError, seal
 from compile_ext.sealing import telling
@@ -41,7 +42,7 @@ def test_without_a_cache_the_same_graph_is_told_again(
     model: nn.Module, heard: list[CompileEvent]
 ) -> None:
     compiled = torch.compile(model, backend="inductor")
-    with torch._inductor.config.patch(force_disable_caches=True), seal(heard.append):
+    with config.patch(force_disable_caches=True), seal(heard.append):
         compiled(x())
         torch._dynamo.reset()
         compiled(x())
