@@ -48,6 +48,8 @@ class TensorForm:
         floats."""
         shape, strides = ([value_of(x, m) for x in xs] for xs in (self.shape, self.strides))
         offset = value_of(self.offset, m)
+        if device == "meta" and not offset:  # 3 times as fast, and asked thousands of times
+            return torch.empty_strided(shape, strides, dtype=_dtype(self.dtype), device=device)
         span = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         last = span if all(shape) else -1
         base = torch.zeros(offset + last + 1, dtype=_dtype(self.dtype), device=device)

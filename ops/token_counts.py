@@ -5,20 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Up to here every M is asked: no limit of a kernel of this package lies above it, but those that
-# depend on M modulo TILE.
+# Up to here every M is asked: no limit of a kernel of this package lies above it.
 EACH = 272
-# Hopper's largest tile has 256 rows; what depends on M beyond EACH does by M modulo 16 (Triton's
-# classes of integers, rows of scales) and by the tiles of 64 rows (DeepGEMM's choice of tile).
+# What depends on M beyond that does so by M modulo 16 (Triton's classes of integers, rows of
+# scales) and by tiles of 64 rows (DeepGEMM's choice of tile).
 TILE, RESIDUES = 64, 16
 
 
 def representatives(low: int, high: int) -> Iterable[int]:
-    """Of ``low..high``: each up to EACH, the RESIDUES from ``low`` on and below ``high``, and the
-    first two and the last of each tile of TILE tokens."""
-    found = set(range(low, min(high, EACH) + 1))
-    found |= set(range(low, min(low + RESIDUES, high) + 1))
-    found |= set(range(max(low, high - RESIDUES), high + 1))
-    for start in range(-(-low // TILE) * TILE, high + 1, TILE):
-        found |= {m for m in (start, start + 1, start + 2) if m <= high}
+    """Of ``low..high``, the M for which a kernel's launches are looked at: each up to EACH, the
+    RESIDUES from ``low`` on and up to ``high``, and the first of each tile of TILE tokens."""
+    found = {*range(low, min(high, EACH) + 1), *range(low, min(low + RESIDUES, high + 1))}
+    found |= {*range(max(low, high - RESIDUES + 1), high + 1)}
+    found |= {m for m in range(1, high + 1, TILE) if m >= low}
     return sorted(found)
+
+
+def limits(low: int, high: int) -> set[int]:
+    """Of ``low..high``, the M for which an op is asked which kernel it takes: each up to EACH, and
+    powers of two and the next number beyond it. Rows of a measured table have limits of their own.
+    """
+    powers = (2**i for i in range(high.bit_length() + 1))
+    found = {*range(low, min(high, EACH) + 1), *range(max(low, high), high + 1)}
+    return found | {m for power in powers for m in (power, power + 1) if low <= m <= high}

@@ -29,9 +29,10 @@ def traced_units(
     high = max_tokens if high is None else min(high, max_tokens)
     found: dict[str, CompileUnit] = {}
     with launches.recording(target) as noted:
+        fixed = site.fixed("meta")
         for m in representatives(max(1, low), high):
             try:
-                arguments = site.make(m, "meta")
+                arguments = site.make(m, "meta", fixed)
             except NotReachable:
                 continue
             noted.clear()

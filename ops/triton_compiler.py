@@ -80,29 +80,36 @@ TRITON = TritonCompiler()
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Inside, launches of Triton kernels by a thread that records are noted, and not made."""
-    if TRITON.why_not(Target((0, 0))) is not None:
+    """Inside, launches of Triton kernels by a thread that records are noted, and not made. Those
+    that Triton interprets compile nothing."""
+    if not triton_support.is_installed():
         yield
         return
     from triton.runtime.autotuner import Autotuner
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    _patch(+1, JITFunction, Autotuner)
+    notes = {
+        JITFunction: _note,
+        Autotuner: _note_each_configuration,
+        InterpretedFunction: _note_nothing,
+    }
+    _patch(+1, notes)
     try:
         yield
     finally:
-        _patch(-1, JITFunction, Autotuner)
+        _patch(-1, notes)
 
 
-def _patch(change: int, *classes: Any) -> None:
+def _patch(change: int, notes: dict[Any, Any]) -> None:
     global _patched
     with _PATCH:
         if _patched == 0 and change > 0:
-            for cls, note in zip(classes, (_note, _note_each_configuration), strict=True):
+            for cls, note in notes.items():
                 cls.run = _noting_run(cls.run, note)
         _patched += change
         if _patched == 0:
-            for cls in classes:
+            for cls in notes:
                 cls.run = cls.run.__wrapped__
 
 
@@ -123,6 +130,10 @@ def _note_each_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
         self.fn.run(*args, **{**kwargs, **config.all_kwargs()})
 
 
+def _note_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def _note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     noted, target = launches.recorder(), device.target()
     assert noted is not None
@@ -133,17 +144,33 @@ def _note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None
 def launch_of(function: Any, args: Any, kwargs: dict[str, Any], target: Target) -> launches.Launch:
     """What ``function[grid](*args, **kwargs)`` launches on ``target``: as ``JITFunction.run`` finds
     it."""
-    import triton
     from triton import knobs
-    from triton._C.libtriton import get_cache_invalidating_env_vars
 
     options = {
         **kwargs,
         "debug": kwargs.get("debug", function.debug) or knobs.runtime.debug,
         "instrumentation_mode": knobs.compilation.instrumentation_mode,
     }
-    backend, bind = _binder(function, target)
+    backend, bind, known = _binder(function, target)
     bound, specialization, rest = bind(*args, **options)
+    form = repr((specialization, sorted(rest.items())))
+    if form not in known:  # 0.3 ms: a plan asks for each of hundreds of M
+        known[form] = _launch_of(function, backend, options, bound, specialization, rest, target)
+    return known[form]
+
+
+def _launch_of(
+    function: Any,
+    backend: Any,
+    options: dict[str, Any],
+    bound: Any,
+    specialization: Any,
+    rest: Any,
+    target: Target,
+) -> launches.Launch:
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
     parsed, signature, constexprs, attributes = function._pack_args(
         backend, options, bound, specialization, rest
     )
@@ -179,12 +206,13 @@ def _text(constant: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _binder(function: Any, target: Target) -> tuple[Any, Any]:
+def _binder(function: Any, target: Target) -> tuple[Any, Any, dict[str, launches.Launch]]:
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
     backend = make_backend(_gpu(target))
-    return backend, create_function_from_signature(function.signature, function.params, backend)
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    return backend, bind, {}
 
 
 def _gpu(target: Target) -> Any:

@@ -1,0 +1,151 @@
+"""From sites to units: the kernel of each M, none twice, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from call_sites import H200, block_scaled, dense, router, site, units
+
+from compile_ext import planning
+from compile_ext.manifest import Manifest, ManifestSite, NotCovered
+from compile_ext.ops import device_tables
+from compile_ext.ops.call_site import Call, CallSite
+from compile_ext.ops.compile_unit import CompileUnit
+from compile_ext.ops.contract import OpContract
+from compile_ext.ops.define import definition_of, own_arguments
+from compile_ext.ops.device import Target, as_if_on
+from compile_ext.planning import plan
+
+SCRIPT = Path(__file__).with_name("plan_decoder.py")
+
+
+def manifest(*sites: CallSite) -> Manifest:
+    return Manifest(tuple(ManifestSite(x, (f"layers.{i}",)) for i, x in enumerate(sites)))
+
+
+@pytest.mark.parametrize("n", [64, 576, 2112, 24576])
+@pytest.mark.parametrize("k", [7168, 1536])
+def test_the_kernel_of_each_m(n: int, k: int) -> None:
+    """Where ranges meet is found by halving: the same as asking at each M."""
+    s = block_scaled(n, k)
+    definition = definition_of(s.overload)
+    assert definition is not None
+    [planned] = plan(manifest(s), H200, 1500).sites
+    ranges = [(low, high) for low, high, _ in planned.kernels]
+    assert [x[0] for x in ranges] == [1, *(high + 1 for _, high in ranges[:-1])]
+    assert ranges[-1][1] == 1500
+    with as_if_on(H200):
+        for low, high, name in planned.kernels:
+            for m in {low, high, *range(low, high, 7)}:
+                arguments = {**s.make(m, "meta"), "pinned": None}
+                kernel, _ = definition.kernel_for(*own_arguments(arguments))
+                assert kernel.name == name, m
+
+
+def test_a_limit_between_asked_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = device_tables.Ranges((1, 1001), (1000, 5000), ("reference", "aten"))
+    rows: Any = {("router_gemm", 64, 128): ranges}
+    monkeypatch.setattr(device_tables, "ranges_for", lambda x: rows)
+    [planned] = plan(manifest(router(64, 128, m=(1, None))), H200, 8192).sites
+    assert planned.kernels == ((1, 1000, "reference"), (1001, 8192, "aten"))
+
+
+def test_a_pinned_kernel_is_the_one() -> None:
+    s = block_scaled(64, 128)
+    named = dict(s.arguments) | {"pinned": "reference"}
+    [planned] = plan(manifest(replace(s, arguments=tuple(named.items()))), H200, 99).sites
+    assert planned.kernels == ((1, 99, "reference"),)
+
+
+def test_the_range_of_m_is_that_of_the_site_up_to_max_tokens() -> None:
+    sites = router(64, 128, m=(5, 5)), router(64, 128, m=(2, 40)), router(64, 128, m=(100, None))
+    planned = plan(manifest(*sites), H200, 30).sites
+    found = {x.site.call.m: x.kernels and (x.kernels[0][0], x.kernels[-1][1]) for x in planned}
+    assert found == {(5, 5): (5, 5), (2, 40): (2, 30), (100, None): ()}
+
+
+def test_an_op_that_nobody_registered_is_left_out_with_the_reason() -> None:
+    stranger = replace(router(64, 128), op="elsewhere::mm.default")
+    found = plan(manifest(stranger, router(64, 128)), H200, 8)
+    assert found.not_covered == (
+        NotCovered(
+            "elsewhere::mm",
+            ("layers.0",),
+            "no module of this process registers elsewhere::mm.default: import the one that does",
+        ),
+    )
+    assert len(found.sites) == 1
+
+
+class Jit:
+    name, needs_device = "jit", False
+
+
+def test_a_contract_of_another_package_says_what_it_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def compile_units(s: CallSite, target: Target, max_tokens: int) -> tuple[CompileUnit, ...]:
+        asked.append((s.n, target, max_tokens))
+        jit: Any = Jit()
+        calls = [(Call(s, m),) for m in (64, 1)]
+        return tuple(CompileUnit(jit, "mm", f"mm-{c[0].m}", c) for c in calls)
+
+    contract = OpContract(compile_units=compile_units)
+    monkeypatch.setattr(planning, "definition_of", lambda op: None)
+    monkeypatch.setattr(planning, "contract_of", lambda op: contract)
+    found = plan(manifest(router(64, 128), router(64, 256)), H200, 77)
+    assert asked == [(64, H200, 77), (64, H200, 77)]
+    assert [(x.key, x.calls[0].m) for x in found.units] == [("mm-1", 1), ("mm-64", 64)]
+    assert [x.keys for x in found.sites] == [("mm-64", "mm-1")] * 2
+
+
+def test_a_contract_that_fails_costs_its_site_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_units(s: CallSite, *_: Any) -> tuple[CompileUnit, ...]:
+        raise RuntimeError("no idea") if s.k == 256 else KeyError("k")
+
+    contract = OpContract(compile_units=compile_units)
+    monkeypatch.setattr(planning, "definition_of", lambda op: None)
+    monkeypatch.setattr(planning, "contract_of", lambda op: contract)
+    found = plan(manifest(router(64, 128), router(64, 256)), H200, 77)
+    assert [x.reason for x in found.not_covered] == [
+        "its kernels cannot be planned (KeyError: 'k')",
+        "its kernels cannot be planned (RuntimeError: no idea)",
+    ]
+
+
+def test_a_kernel_that_compiles_nothing_has_no_units() -> None:
+    assert units(router(64, 128), "reference", 64) == ()
+    s = site("column_major", (1, None), None, None, scale=dense("float32", "M", 4))
+    [planned] = plan(manifest(s), H200, 64).sites
+    assert (planned.kernels, planned.keys) == (((1, 64, "reference"),), ())
+
+
+def test_a_demo_decoder_on_meta_tensors() -> None:
+    """Without weights, GPU or interpreter: the graphs of a GPU, and what they compile there."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["ops"] == [
+        "add_rms_norm", "add_rms_norm_quantize_fp8", "block_scaled_mm", "block_scaled_mm_m1",
+        "column_major", "rms_norm_quantize_fp8", "rms_norm_router", "router_gemm", "scaled_mm",
+    ]  # fmt: skip
+    assert found["not_covered"] == []
+    assert found["hot_first"] == sorted(found["hot_first"])
+    assert found["hot_first"][0] == 1
+    assert found["same"]
+    # Of 24 that four shapes and two ops need: shapes share what they compile alike.
+    assert found["kernels"]["_small_m_kernel"] == 15
+    assert found["kernels"]["_rms_norm_router_kernel"] == 1
+    assert found["names"]["block_scaled_mm"] == [[2, 64, "triton_small_m"], [65, 8192, "aten"]]
