@@ -39,10 +39,11 @@ def call_site(call: OpCall) -> CallSite:
     gemm = call.contract.gemm
     a = arguments[gemm.a] if gemm else next(_tensors(arguments.values()), None)
     m: Any = 1
+    leading: Any = ()
     if isinstance(a, Tensor):
-        m = m_of_gemm(call.op, gemm, a) if gemm else m_of(a)
-    rows = a.shape[:-1] if isinstance(a, Tensor) and _is_flat(gemm, a, arguments) else ()
-    in_m = _solver(m, rows)
+        m, leading = m_of_gemm(call.op, gemm, a) if gemm else m_of(a), a.shape[:-1]
+    rows = leading if isinstance(a, Tensor) and _is_flat(gemm, a, arguments) else ()
+    in_m = _solver(m, leading)
     n, k = _weight_sizes(gemm, arguments)
     low, high = bounds(m)
     return CallSite(
@@ -91,8 +92,9 @@ def _expression(size: int | torch.SymInt) -> Any:
 InM = Callable[[Any], Size]
 
 
-def _solver(m: int | torch.SymInt, rows: Iterable[int | torch.SymInt]) -> InM:
-    """``size -> number or expression in M``, where M is ``m``.
+def _solver(m: int | torch.SymInt, leading: Iterable[int | torch.SymInt]) -> InM:
+    """``size -> number or expression in M``, where M is ``m``, of an activation with these leading
+    dimensions.
 
     A symbol is replaced by another one whose name is its value in M, in brackets: the text of the
     result is the expression wanted, and sympy needs no rules for the rounding of fractions.
@@ -100,9 +102,8 @@ def _solver(m: int | torch.SymInt, rows: Iterable[int | torch.SymInt]) -> InM:
     import sympy
 
     whole = _expression(m)
-    symbols = sorted(whole.free_symbols, key=str)
-    order = [str(s) for row in rows for s in sorted(_expression(row).free_symbols, key=str)]
-    symbols.sort(key=lambda s: order.index(str(s)) if str(s) in order else -1)
+    order = [s for x in leading for s in sorted(_expression(x).free_symbols, key=str)]
+    symbols = [s for s in dict.fromkeys(order) if s in whole.free_symbols]
     letter = sympy.Symbol("M", integer=True, positive=True)
     values: dict[Any, Any] = {}
     for kept in reversed(symbols):  # the last that M is proportional to: the sequence

@@ -96,12 +96,19 @@ GEMM_MEMORY = _define(
 )
 BMM = _define("bmm(Tensor x, Tensor w) -> Tensor", _bmm, _bmm_fake)
 BMM_M1 = _define("bmm_m1(Tensor x, Tensor w) -> Tensor", _bmm, _bmm_fake)
+MIXED = _define(
+    "mixed(Tensor x, SymInt[] sizes, float factor, ScalarType dtype, str text) -> Tensor",
+    lambda x, sizes, factor, dtype, text: (x * factor).to(dtype),
+    lambda x, sizes, factor, dtype, text: x.new_empty(x.shape, dtype=dtype),
+)
+NO_CONTRACT = _define("no_contract(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 COPY_OUT = _define(
     "copy_out(Tensor x, Tensor(a!) out) -> ()",
     _copy_out,
     lambda x, out: None,
 )
 
+compile_ext.register_contract(MIXED, compile_ext.OpContract())
 compile_ext.register_contract(
     GEMM,
     compile_ext.OpContract(

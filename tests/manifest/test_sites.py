@@ -1,0 +1,175 @@
+"""``sites`` and ``collect``: every call of every graph of a model, once, by module path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from manifest_model import H200, Layer, Model, modules, on_h200, tokens
+from torch import Tensor, nn
+
+import compile_ext
+from compile_ext.layers import ChannelFp8Linear
+from compile_ext.ops import rms_norm
+from compile_ext.ops.device import Target, as_if_on
+from compile_ext.ops.errors import NotCompiledError
+
+EAGER: dict[str, Any] = {"compile_ext.inner": "eager"}
+LAYERS = {
+    "block_scaled_mm": [
+        *("layers.0.down_proj", "layers.1.down_proj", "layers.0.o_proj", "layers.1.o_proj"),
+        *("layers.0.gate_up_proj", "layers.1.gate_up_proj"),
+    ],
+    "router_gemm": ["layers.0.gate", "layers.1.gate"],
+    "scaled_mm": ["lm_head"],
+}
+
+
+def ranges(manifest: compile_ext.Manifest) -> set[tuple[int, int | None]]:
+    return {site.call.m for site in manifest.sites}
+
+
+def test_every_call_of_a_layer_as_on_a_gpu() -> None:
+    manifest = on_h200(2, 5)
+    assert modules(manifest) == {
+        **LAYERS,
+        "column_major": [
+            *("layers.0.down_proj", "layers.0.gate_up_proj", "layers.1.down_proj"),
+            *("layers.1.gate_up_proj", "layers.0.o_proj", "layers.1.o_proj"),
+        ],
+        "rms_norm": ["layers.0.norm", "layers.1.norm"],
+        "router_topk": ["layers.0", "layers.1"],
+    }
+    assert ranges(manifest) == {(2, 4096)}
+    assert manifest.not_covered == ()
+    shapes = [(s.call.n, s.call.k) for s in manifest.sites if s.call.n is not None]
+    assert shapes == [(256, 256), (256, 512), (512, 256), (8, 256), (64, 512)]
+
+
+def test_a_model_without_weights_gives_the_same_as_a_real_one() -> None:
+    with torch.device("meta"):
+        empty = Model()
+    with torch.no_grad():
+        real = compile_ext.collect(Model(), tokens())
+        assert compile_ext.collect(empty, tokens(5, "meta")) == real
+    assert modules(real) == LAYERS
+
+
+@pytest.mark.gpu
+def test_a_model_without_weights_gives_the_same_as_one_on_this_gpu() -> None:
+    with torch.device("meta"):
+        empty = Model()
+    with torch.no_grad():
+        for m in (5, 1):
+            real = compile_ext.collect(Model().cuda(), tokens(m, "cuda"))
+            torch._dynamo.reset()
+            assert compile_ext.collect(empty, tokens(m, "meta")) == real  # by itself as if here
+            torch._dynamo.reset()
+
+
+def test_one_token_is_a_graph_of_its_own() -> None:
+    many, both = on_h200(1, 5), on_h200(1, 5, 1)
+    assert ranges(both) == {(1, 1), (2, 4096)}
+    one = [site for site in both.sites if site.call.m == (1, 1)]
+    assert compile_ext.Manifest(tuple(one)).merge(many) == both
+    assert {"block_scaled_mm_m1", "rms_norm_router"} <= set(modules(compile_ext.Manifest((*one,))))
+
+
+def test_graphs_compiled_for_another_gpu_are_not_among_them() -> None:
+    with torch.device("meta"):
+        model = Model(1)
+    with torch.no_grad():
+        with as_if_on(H200):
+            hopper = compile_ext.collect(model, tokens(5, "meta"))
+        with as_if_on(Target((8, 0), "NVIDIA A100")):
+            ampere = compile_ext.collect(model, tokens(5, "meta"))
+        cpu = compile_ext.collect(model, tokens(5, "meta"))
+        with as_if_on(H200):
+            assert compile_ext.sites(model) == hopper
+    assert "column_major" in modules(hopper)
+    assert "column_major" not in modules(cpu)
+    assert hopper != ampere
+
+
+def test_what_compiled_code_calls() -> None:
+    model = Model(1)
+    compiled = torch.compile(model, backend="compile_ext", options=EAGER)
+    with torch.no_grad():
+        compiled(tokens())
+        assert compile_ext.sites(compiled) == compile_ext.sites(model)
+        assert compile_ext.sites(model) == compile_ext.collect(Model(1), tokens())
+
+
+class Broken(nn.Module):
+    """Two graphs, between which Dynamo gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (ChannelFp8Linear(torch.randn(n, 32)) for n in (32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_graph_breaks_add_up() -> None:
+    with torch.no_grad():
+        manifest = compile_ext.collect(Broken(), torch.randn(5, 32))
+    assert [(s.modules, s.call.n) for s in manifest.sites] == [(("first",), 32), (("second",), 64)]
+
+
+def test_one_graph_for_all_layers() -> None:
+    model = nn.Sequential(*(ChannelFp8Linear(torch.randn(32, 32)) for _ in range(11)))
+    for layer in model:
+        layer.compile(backend="compile_ext", options=EAGER)
+    with torch.no_grad():
+        model(torch.randn(5, 32))
+    (site,) = compile_ext.sites(model).sites
+    assert site.modules == tuple(map(str, range(11)))  # by number: 2 before 10
+
+
+def test_two_models_with_one_graph_never_mix() -> None:
+    first, second = Model(1), Model(1)
+    second.lm_head = ChannelFp8Linear(torch.randn(34, 512))
+    with torch.no_grad():
+        for model in (first, second):
+            torch.compile(model, backend="compile_ext", options=EAGER)(tokens())
+    sizes = [
+        {s.call.n for s in compile_ext.sites(m).sites if "lm_head" in s.modules}
+        for m in (first, second)
+    ]
+    assert sizes == [{64}, {48}]  # padded to 16 columns
+    assert len(compile_ext.sites(first).sites) == len(compile_ext.sites(second).sites) == 5
+
+
+def test_ranges_of_equal_calls_stay_apart() -> None:
+    model = ChannelFp8Linear(torch.randn(32, 32))
+    with torch.no_grad():
+        for m in (5, 1):
+            manifest = compile_ext.collect(model, torch.randn(m, 32))
+    assert ranges(manifest) == {(5, 5), (1, 1)}
+    x = torch.randn(7, 32)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    with torch.no_grad():
+        assert ranges(compile_ext.collect(model, x)) == {(5, 5), (1, 1), (1, None)}
+
+
+def test_nothing_compiled() -> None:
+    said = r"sites: found Layer with no live compilation .* fix: call the compiled model once, or"
+    with pytest.raises(NotCompiledError, match=said):
+        compile_ext.sites(Layer())
+
+
+def test_explain_shows_the_same_as_without_the_calls() -> None:
+    """A norm that no pass has said anything of is no candidate."""
+
+    def norm(x: Tensor) -> Tensor:
+        return rms_norm(x)
+
+    x = torch.randn(5, 8)
+    assert len(compile_ext.collect(norm, x).sites) == 1
+    rows = compile_ext.explain(norm).rows
+    assert [d.pass_name for row in rows for d in row.decisions] == []
+    assert rows == ()
