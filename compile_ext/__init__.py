@@ -13,12 +13,14 @@ from compile_ext.ops.errors import CompileExtError, SealError
 from compile_ext.ops.registry import register_contract
 from compile_ext.report import Fallback, Report, Row
 from compile_ext.sealing import CompileEvent, seal
+from compile_ext.warming import Certificate, WarmupReport, warmup
 from compile_ext.weights import prepare, refresh, restore
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Align",
+    "Certificate",
     "CompileEvent",
     "CompileExtError",
     "Fallback",
@@ -32,6 +34,7 @@ __all__ = [
     "Report",
     "Row",
     "SealError",
+    "WarmupReport",
     "collect",
     "explain",
     "mark_router",
@@ -42,4 +45,5 @@ __all__ = [
     "restore",
     "seal",
     "sites",
+    "warmup",
 ]

@@ -1,9 +1,11 @@
-"""The command line: ``compile-ext demo``, ``compile-ext doctor`` and ``compile-ext tune``."""
+"""The command line: ``compile-ext demo``, ``doctor``, ``tune``, ``warmup`` and ``verify``."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -76,11 +78,10 @@ def tune(
     ] = None,
 ) -> None:
     """Measure the kernels of each op on this GPU, and note which one is tried first."""
-    from compile_ext.ops.errors import CompileExtError
     from compile_ext.tune import command, operands
 
     console = Console()
-    try:
+    with _told(console):
         command.tune(
             console,
             op or list(operands.OPERANDS),
@@ -89,8 +90,74 @@ def tune(
             ship,
             shlex.join(["compile-ext", *sys.argv[1:]]),
         )
+
+
+@app.command()
+def warmup(
+    manifest: Annotated[Path, typer.Argument(help="what Manifest.save has written")],
+    max_tokens: Annotated[int, typer.Option(help="the largest M of a call")] = 8192,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="keep all that is compiled here, to pack and move")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="worker processes (default: what fits)")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="sm_90, or the name of a GPU such as H200 (default: the one here)"),
+    ] = None,
+    budget_seconds: Annotated[float | None, typer.Option(help="begin no kernel after that")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="write what is on disk now, for compile-ext verify")
+    ] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="a module that registers ops and contracts; repeatable"),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="fail where one kernel fails")] = False,
+) -> None:
+    """Compile the kernels of a manifest: in an image build, without the model and its weights."""
+    from compile_ext.warming import command
+
+    console = Console()
+    with _told(console):
+        ok = command.warm(
+            console,
+            manifest,
+            max_tokens=max_tokens,
+            cache_dir=cache_dir,
+            jobs=jobs,
+            target=target,
+            budget_seconds=budget_seconds,
+            certificate=certificate,
+            imports=imports or [],
+            strict=strict,
+        )
+        raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def verify(
+    certificate: Annotated[Path, typer.Argument(help="what compile-ext warmup has written")],
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="the folder that warmup was given (or a copy of it)")
+    ] = None,
+) -> None:
+    """Compare the compiled kernels on disk, the versions and the GPU with a certificate."""
+    from compile_ext.warming import command
+
+    console = Console()
+    with _told(console):
+        raise typer.Exit(0 if command.verify(console, certificate, cache_dir) else 1)
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[None]:
+    """An error of this package is its text, and status 1."""
+    from compile_ext.ops.errors import CompileExtError
+
+    try:
+        yield
     except CompileExtError as error:
-        console.print(str(error), style="red", soft_wrap=True)
+        console.print(str(error), style="red", soft_wrap=True, markup=False)
         raise typer.Exit(1) from error
 
 

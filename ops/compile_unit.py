@@ -40,9 +40,13 @@ class Compiler(Protocol):
         """
         ...
 
-    def arrived(self, entry: Path) -> None:
+    def arrived(self, entry: Path) -> tuple[str, ...]:
         """Called for each entry, renamed into ``folder()`` or come from another host with it,
-        before it is used: mends what depends on where it lies, if anything does."""
+        before it is used: mends what depends on where it lies, if anything does.
+
+        Returns the files of the entry, relative to it, that do: their content is not compared with
+        what was compiled. Raises ValueError where one of them is damaged.
+        """
         ...
 
 

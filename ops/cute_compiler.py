@@ -30,8 +30,8 @@ class CuteCompiler:
         key, compile = renewed(unit, target).how
         compiled_cache.write(stage / key.pattern(), key, compile())
 
-    def arrived(self, entry: Path) -> None:
-        pass
+    def arrived(self, entry: Path) -> tuple[str, ...]:
+        return ()
 
 
 CUTE = CuteCompiler()

@@ -85,8 +85,8 @@ class DeepGemmCompiler:
         for entry in _made(private):
             entry.rename(stage / entry.name)
 
-    def arrived(self, entry: Path) -> None:
-        pass
+    def arrived(self, entry: Path) -> tuple[str, ...]:
+        return ()
 
 
 DEEP_GEMM = DeepGemmCompiler()

@@ -128,5 +128,17 @@ class CheckError(CompileExtError, AssertionError):
     """``compile_ext.check``: the rewritten graph computes something else than the original."""
 
 
+class WarmupError(CompileExtError, RuntimeError):
+    """``warmup(strict=True)``: a unit has failed."""
+
+
+class CacheFolderError(CompileExtError, RuntimeError):
+    """A cache folder cannot be used, or no longer: a library has read the name of another one."""
+
+
+class CertificateError(CompileExtError, ValueError):
+    """A file is no certificate, or cannot be written."""
+
+
 class CaptureError(CompileExtError, RuntimeError):
     """A derived constant would have to be computed while a CUDA graph is captured."""

@@ -62,17 +62,22 @@ class TritonCompiler:
             else:
                 os.environ[_FOLDER] = before
 
-    def arrived(self, entry: Path) -> None:
+    def arrived(self, entry: Path) -> tuple[str, ...]:
         """The group file names its files by their full path: those of the folder that it was
         written in."""
-        for path in entry.glob(f"{_GROUP}*"):
+        groups = sorted(entry.glob(f"{_GROUP}*.json"))
+        for path in groups:
             content = json.loads(path.read_text())
-            files = {name: str(entry / name) for name in content["child_paths"]}
-            if files == content["child_paths"]:
+            names = content.get("child_paths", {}) if isinstance(content, dict) else {}
+            files = {name: str(entry / name) for name in names}
+            if not files or not all((entry / name).is_file() for name in names):
+                raise ValueError(f"{path.name} names files that are not there")
+            if files == names:
                 continue
             temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
             temporary.write_text(json.dumps({**content, "child_paths": files}))
             temporary.replace(path)
+        return tuple(path.name for path in groups)
 
 
 TRITON = TritonCompiler()

@@ -7,8 +7,6 @@ this process, and no more.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import pickle
 import signal
 import sys
@@ -22,11 +20,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
+from compile_ext.child_process import die_with_parent
 from compile_ext.testing.memory import copied, tensors_in
 from compile_ext.testing.process.find_op import Source, find
 from compile_ext.testing.process.messages import Done, Raised, Request, pack, unpack
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Setup:
 
 def serve(connection: Connection, others_end: Connection, setup: Setup, folder: str) -> None:
     """Answer requests until the parent goes."""
-    _die_with_parent(setup.parent)
+    die_with_parent(setup.parent)
     others_end.close()  # or this process would never see that the parent is gone
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
     if setup.is_fork:
@@ -62,14 +59,6 @@ def serve(connection: Connection, others_end: Connection, setup: Setup, folder: 
         while True:
             request: Request = connection.recv()
             connection.send(_answer(request, folder))
-
-
-def _die_with_parent(parent: int) -> None:
-    """A parent that is killed closes no connection that an op which hangs would look at."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before
-        os._exit(1)
 
 
 def overload(name: str) -> OpOverload:

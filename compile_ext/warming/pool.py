@@ -1,0 +1,226 @@
+"""Run compile units on worker processes, whatever becomes of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from compile_ext.ops.compile_unit import CompileUnit
+from compile_ext.warming.messages import Reply, Request
+from compile_ext.warming.results import UnitResult
+from compile_ext.warming.worker_process import WorkerProcess
+
+ATTEMPTS = 2  # a worker that dies may have been the victim of another process's memory
+START_SECONDS = 300.0  # importing torch from a cold network disk takes a minute
+_GRACE = 5.0  # seconds for a process that is ending anyway
+
+
+@dataclass
+class Task:
+    """A unit that waits, or is being compiled.
+
+    Args:
+        attempts: how many workers have begun it.
+    """
+
+    unit: CompileUnit
+    request: Request
+    note: str = ""
+    attempts: int = 0
+
+    @property
+    def needs_device(self) -> bool:
+        return self.unit.compiler.needs_device
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the machine to use.
+
+    Args:
+        jobs: worker processes; device_jobs: of those, how many may use the GPU.
+        unit_seconds: after which a unit has failed.
+        until: no unit is begun after this value of ``time.monotonic``; late: and the reason.
+    """
+
+    jobs: int
+    device_jobs: int
+    unit_seconds: float
+    until: float | None = None
+    late: str = ""
+
+
+@dataclass
+class _Worker:
+    process: WorkerProcess
+    sees_device: bool
+    task: Task | None = None
+    is_ready: bool = False
+
+
+@dataclass
+class Pool:
+    """One run over some tasks, in their order.
+
+    Args:
+        devices: the ``CUDA_VISIBLE_DEVICES`` of workers that use a GPU.
+        done: called with each result as it comes.
+    """
+
+    tasks: list[Task]
+    limits: Limits
+    devices: str
+    done: Callable[[UnitResult], None]
+    _workers: list[_Worker] = field(default_factory=list)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _starts_failed: int = 0  # without one that did not fail in between
+
+    def __post_init__(self) -> None:
+        self._jobs = self.limits.jobs
+
+    def run(self) -> None:
+        """Leaves no process behind, also when it is interrupted."""
+        try:
+            while self.tasks or self._busy():
+                self._skip_late_tasks()
+                self._assign()
+                self._wait()
+            for worker in self._workers:
+                worker.process.dismiss()
+            for worker in list(self._workers):
+                self._end(worker, _GRACE)
+        finally:
+            for worker in list(self._workers):
+                self._end(worker)
+            self._selector.close()
+
+    def _busy(self) -> bool:
+        return any(x.task is not None for x in self._workers)
+
+    def _skip_late_tasks(self) -> None:
+        until = self.limits.until
+        if until is not None and time.monotonic() >= until:
+            for task in self.tasks:
+                self.done(UnitResult(task.unit, "skipped", reason=self.limits.late))
+            self.tasks.clear()
+
+    def _assign(self) -> None:
+        """Give the first tasks to the workers that are free, and start workers for others."""
+        for task in list(self.tasks):
+            worker = self._worker_for(task.needs_device)
+            if worker is None:
+                continue
+            self.tasks.remove(task)
+            worker.task = task
+            if worker.is_ready:
+                self._ask(worker)
+
+    def _worker_for(self, needs_device: bool) -> _Worker | None:
+        free = [x for x in self._workers if x.task is None]
+        for worker in free:
+            if worker.sees_device == needs_device:
+                return worker
+        with_device = sum(x.sees_device for x in self._workers)
+        if needs_device and with_device >= self.limits.device_jobs:
+            return None
+        if len(self._workers) >= self._jobs:
+            if not free:
+                return None
+            self._end(free[0])
+        return self._start(needs_device)
+
+    def _start(self, sees_device: bool) -> _Worker:
+        worker = _Worker(WorkerProcess(self.devices if sees_device else ""), sees_device)
+        self._workers.append(worker)
+        self._selector.register(worker.process, selectors.EVENT_READ, worker)
+        return worker
+
+    def _ask(self, worker: _Worker) -> None:
+        task = worker.task
+        assert task is not None
+        task.attempts += 1
+        if not worker.process.ask(task.request):
+            self._died(worker)
+
+    def _wait(self) -> None:
+        """Until something happens to a worker."""
+        for key, _ in self._selector.select(self._patience()):
+            worker: _Worker = key.data
+            try:
+                message = worker.process.reply()
+            except EOFError:
+                self._died(worker)
+                continue
+            if isinstance(message, Reply):
+                self._finished(worker, message)
+            elif message is not None:
+                worker.is_ready, self._starts_failed = True, 0
+                if worker.task is not None:
+                    self._ask(worker)
+        for worker in list(self._workers):
+            if worker.task is not None and worker.process.seconds > self._allowed(worker):
+                self._timed_out(worker)
+
+    def _patience(self) -> float:
+        """Seconds until the first worker takes too long."""
+        left = [self._allowed(x) - x.process.seconds for x in self._workers if x.task is not None]
+        if self.tasks and self.limits.until is not None:
+            left.append(self.limits.until - time.monotonic())
+        return max(0.0, min(left, default=0.0))
+
+    def _allowed(self, worker: _Worker) -> float:
+        return self.limits.unit_seconds if worker.is_ready else START_SECONDS
+
+    def _finished(self, worker: _Worker, reply: Reply) -> None:
+        task, worker.task = worker.task, None
+        assert task is not None
+        if reply.failure is not None:
+            self._fail(task, reply.failure, reply.seconds)
+        elif reply.found:
+            self.done(UnitResult(task.unit, "cached"))
+        else:
+            self.done(UnitResult(task.unit, "compiled", reply.seconds, task.note))
+
+    def _died(self, worker: _Worker) -> None:
+        """The task gets another worker, once. It waits behind the others: what has killed the
+        worker may be the memory that they need."""
+        seconds, task = worker.process.seconds, worker.task
+        how = f"its worker {self._end(worker, _GRACE)}"
+        if not worker.is_ready:
+            self._starts_failed += 1
+            how = f"a worker did not start: it {how.removeprefix('its worker ')}"
+            if self._starts_failed >= ATTEMPTS:
+                self._jobs = len(self._workers)
+            if self._jobs == 0:
+                self._give_up(how, task)
+                return
+        if task is None:
+            return
+        if task.attempts < ATTEMPTS:
+            task.note = "; ".join(x for x in (task.note, how) if x)
+            self.tasks.append(task)
+        else:
+            self._fail(task, how, seconds)
+
+    def _give_up(self, how: str, task: Task | None) -> None:
+        for each in (*([task] if task else ()), *self.tasks):
+            self._fail(each, how, 0.0)
+        self.tasks.clear()
+
+    def _timed_out(self, worker: _Worker) -> None:
+        task, seconds = worker.task, worker.process.seconds
+        assert task is not None
+        self._end(worker)
+        self._fail(task, f"took longer than {self._allowed(worker):g} s", seconds)
+
+    def _fail(self, task: Task, reason: str, seconds: float) -> None:
+        self.done(UnitResult(task.unit, "failed", seconds, reason))
+
+    def _end(self, worker: _Worker, grace: float = 0.0) -> str:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker.process)
+        self._workers.remove(worker)
+        return worker.process.end(grace)

@@ -1,0 +1,108 @@
+"""Worker processes: what they compile, and what becomes of a unit whose worker fails or dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_jit
+import pytest
+
+from compile_ext.ops.device import Target
+from compile_ext.warming import UnitResult, pool, warm_units
+
+Warm = Callable[..., dict[str, UnitResult]]
+
+
+def test_units_are_compiled_once_and_found_by_the_next_warmup(warm: Warm, folder: Path):
+    first = warm("a", "b", "c", jobs=2)
+    assert [x.status for x in first.values()] == ["compiled"] * 3
+    for key in "abc":
+        entry = folder / "cache" / f"kernel.{key}"
+        assert (entry / "kernel.bin").read_bytes() == fake_jit.kernel_bytes(key)
+        assert (entry / fake_jit.PLACE).read_text() == str(entry)
+    again = warm("a", "b", "c", "d")
+    assert {k: x.status for k, x in again.items()} == {
+        **dict.fromkeys("abc", "cached"),
+        "d": "compiled",
+    }
+    assert sorted(fake_jit.compiled()) == ["a", "b", "c", "d"]
+
+
+def test_the_order_is_the_given_one(warm: Warm, folder: Path):
+    warm(*"dacb")
+    assert fake_jit.compiled() == ["d", "a", "c", "b"]
+
+
+def test_a_failure_costs_its_unit_alone(warm: Warm, folder: Path):
+    found = warm("c nothing", "a fail", "b", "d noise", "e quota", "f")
+    assert {k: x.status for k, x in found.items()} == {
+        "c": "failed",
+        "a": "failed",
+        "b": "compiled",
+        "d": "compiled",  # what it prints goes nowhere near the protocol
+        "e": "failed",
+        "f": "compiled",
+    }
+    assert found["a"].reason == "RuntimeError: the fake compiler refuses"
+    assert "has made no file" in found["c"].reason
+    assert found["e"].reason.startswith(f"no space left for {folder / 'cache'}: ")
+    entries = sorted(x.name for x in (folder / "cache").iterdir())
+    assert entries == [".compile_ext", "kernel.b", "kernel.d", "kernel.f"]
+    assert list((folder / "cache" / ".compile_ext" / "stage").iterdir()) == []
+
+
+def test_a_unit_whose_worker_dies_gets_another_one_once(warm: Warm, folder: Path):
+    found = warm("a die-once", "b die", "c")
+    assert {k: x.status for k, x in found.items()} == {
+        "a": "compiled",
+        "b": "failed",
+        "c": "compiled",
+    }
+    reason = "its worker died of SIGKILL; it said last: about to die"
+    assert found["a"].reason == found["b"].reason == reason
+    assert sorted(fake_jit.compiled()) == ["a", "a", "b", "b", "c"]
+    # What a dead worker was writing is in its stage, and gone with it.
+    assert [x.name for x in (folder / "cache").rglob("half")] == []
+    assert list((folder / "cache" / ".compile_ext" / "stage").iterdir()) == []
+
+
+def test_a_unit_that_takes_too_long_is_ended(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("compile_ext.warming.engine.UNIT_SECONDS", 0.3)
+    found = warm("a hang", "b")
+    assert (found["a"].status, found["a"].reason) == ("failed", "took longer than 0.3 s")
+    assert found["b"].status == "compiled"
+
+
+def test_a_missing_backend_skips_its_units(folder: Path):
+    (found,) = warm_units([fake_jit.unit("a")], Target((8, 0)), progress=False)
+    assert (found.status, found.reason) == ("skipped", "compiles for sm_90 alone")
+
+
+def test_no_unit_is_begun_after_the_budget(warm: Warm, folder: Path):
+    found = warm("a", "b", budget_seconds=0.0)
+    assert {x.reason for x in found.values()} == {"the time budget of 0 s"}
+    assert {x.status for x in found.values()} == {"skipped"}
+    assert fake_jit.compiled() == []
+
+
+def test_a_unit_of_a_module_that_no_worker_can_import_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fake_jit.FakeJit, "__module__", "not_on_any_path")
+    unit = fake_jit.unit("a")
+    monkeypatch.setitem(__import__("sys").modules, "not_on_any_path", fake_jit)
+    (found,) = warm_units([unit], Target((9, 0)), progress=False)
+    assert found.status == "failed"
+    assert "ModuleNotFoundError: No module named 'not_on_any_path'" in found.reason
+
+
+def test_workers_that_do_not_start_fail_all_units(warm: Warm, monkeypatch: pytest.MonkeyPatch):
+    boot = "import sys; sys.exit('no torch here')"
+    monkeypatch.setattr("compile_ext.warming.worker_process._BOOT", boot)
+    found = warm("a", "b", "c")
+    reason = "a worker did not start: it ended with status 1; it said last: no torch here"
+    assert {(x.status, x.reason) for x in found.values()} == {("failed", reason)}
+    assert pool.ATTEMPTS == 2
