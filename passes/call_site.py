@@ -122,12 +122,13 @@ def _solver(m: int | torch.SymInt, leading: Iterable[int | torch.SymInt]) -> InM
         if found.is_Integer:
             return int(found)
         text = str(found)
+        # Dynamo's names for symbols are no part of a manifest.
         if found.free_symbols - {letter, *values.values()}:
-            raise NotExpressible(f"a size of it, {found}, does not follow from M alone")
+            raise NotExpressible("a size of it does not follow from M alone")
         try:
             compiled(text)
         except ValueError as error:
-            raise NotExpressible(f"a size of it, {found}, is too involved") from error
+            raise NotExpressible(f"a size of it is {text}, which is no sum or product") from error
         return text
 
     return in_m

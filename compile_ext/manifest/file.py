@@ -9,6 +9,7 @@ itself. Nothing in a file is run: an expression is read by ``ops/call_site.py``.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ def _value_out(value: Value) -> Any:
 def _value_in(content: Any, at: str) -> Value:
     if isinstance(content, list):
         return tuple(_value_in(x, f"{at}[{i}]") for i, x in enumerate(content))
+    if isinstance(content, float) and not math.isfinite(content):  # 1e999
+        raise Fault(f"{at} = {content!r}", "a finite number")
     if not isinstance(content, dict):
         return number(content, at, 2**63 - 1, -(2**63)) if type(content) is int else content
     fields = Fields(content, at)

@@ -39,7 +39,8 @@ def sites(model: Any) -> Manifest:
 
 def collect(model: Any, *args: Any, **kwargs: Any) -> Manifest:
     """What a model calls for these arguments: it is compiled with inner ``eager``, only to look,
-    and runs once; no kernel is compiled.
+    and runs once, as for ``explain(model, *args)``: no kernel is compiled, and what the model
+    writes (a KV cache) is written.
 
     On the device ``meta`` nothing runs, and no weights are needed. The passes then go by the GPU
     that such tensors stand for: that of ``with as_if_on(Target(...))``, else the one that is here.

@@ -186,6 +186,7 @@ FAULTS = {
     "an argument more": (with_argument("c", None), "with the arguments a, b, scale_a, scale_b"),
     "not a number": (with_argument("pinned", float("nan")), "NaN; wanted a finite number"),
     "an infinite number": (with_argument("pinned", float("inf")), "Infinity; wanted a finite"),
+    "a number too large": (TEXT.replace("1e-06", "1e999"), "eps = inf; wanted a finite number"),
     "a number of 5000 digits": (TEXT.replace("576", "5" * 5000), "5555|digits"),
     "a reason less": (changed("not_covered", 0, "reason", value=...), "without a field 'reason'"),
 }

@@ -213,11 +213,11 @@ def test_sizes_and_numbers_among_the_arguments() -> None:
 REASONS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a size of its own": (
         lambda x: ops.gemm(torch.ones(5, 8), x, None, None, False),
-        r"a size of it, s\d+, does not follow from M alone",
+        "a size of it does not follow from M alone",
     ),
     "a size in a square": (
         lambda x: ops.gemm(x, torch.ones(x.shape[0] ** 2, 8), None, None, False),
-        r"a size of it, M\*\*2, is too involved",
+        r"a size of it is M\*\*2, which is no sum or product",
     ),
     "a number that is none": (
         lambda x: ops.mixed(x, [1, 3], float("inf"), torch.bfloat16, "text"),
