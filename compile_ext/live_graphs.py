@@ -26,7 +26,10 @@ from compile_ext.tensors import names_of, original, roots_of
 def look(model: Any, *args: Any, **kwargs: Any) -> None:
     """Run the model once, compiled with inner ``eager``, to look at its graphs: no kernel is
     compiled. What it writes (a KV cache) is written."""
-    compiled: Any = torch.compile(original(model), backend=_backend(device.target()))
+    # As the user compiles it; None where that was not said.
+    dynamic = getattr(getattr(model, "dynamo_ctx", None), "_dynamic", None)
+    look: Any = _backend(device.target())
+    compiled: Any = torch.compile(original(model), backend=look, dynamic=dynamic)
     compiled(*args, **kwargs)
 
 

@@ -29,7 +29,7 @@ class Warmed:
     """What ``Engine.run`` returns.
 
     Args:
-        results: of each unit, in their order.
+        results: of each unit of this warmup so far, in the order in which they came.
         capacity: how many workers there were; None where nothing had to be compiled.
         folders: compiler -> where its kernels lie.
     """
@@ -43,7 +43,7 @@ class Engine:
     """One warmup.
 
     Args:
-        target: what to compile for.
+        target: what to compile for; None where nothing will be.
         jobs: most worker processes; None: as many as the machine takes.
         budget_seconds: after which no unit is begun.
         progress: told of what happens.
@@ -51,29 +51,36 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: Target | None,
         *,
         jobs: int | None,
         budget_seconds: float | None,
         progress: Progress,
     ) -> None:
-        self._target, self._jobs, self._progress = target, jobs, progress
+        self._given, self._jobs, self._progress = target, jobs, progress
         self._budget = budget_seconds
         self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
+        self._wanted: dict[CompileUnit, None] = {}
         self._results: dict[CompileUnit, UnitResult] = {}
         self._stores: dict[str, Store | str] = {}
         self._capacity: Capacity | None = None
 
     def run(self, units: Iterable[CompileUnit]) -> Warmed:
-        wanted = tuple(dict.fromkeys(units))
-        left = self._without_cached(wanted)
+        """Compile what no earlier run of this warmup has tried."""
+        self._wanted |= dict.fromkeys(units)
+        left = self._without_cached(x for x in self._wanted if x not in self._results)
         with contextlib.ExitStack() as locks:
             left = self._locked(left, locks)
             if left:
                 self._compile(self._without_cached(left))
-        results = tuple(self._results[unit] for unit in wanted)
+        results = tuple(self._results[unit] for unit in self._wanted)
         stores = {k: x.folder for k, x in self._stores.items() if isinstance(x, Store)}
         return Warmed(results, self._capacity, stores)
+
+    @property
+    def _target(self) -> Target:
+        assert self._given is not None  # without one there are no units
+        return self._given
 
     def _store(self, compiler: Compiler) -> Store | str:
         """The folder of a compiler, or why there is none."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from compile_ext.manifest import NotCovered
 from compile_ext.ops.device import Target
 from compile_ext.planning import Plan
+from compile_ext.warming.graphs import GraphResult
 from compile_ext.warming.results import UnitResult
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class WarmupReport:
 
     Args:
         results: of each unit, those of few tokens first.
+        graphs: of each batch size, the largest first.
         plan: which site needs which units.
         target: the GPU that was compiled for; None where there is none.
         seconds: wall time of all.
@@ -40,6 +42,7 @@ class WarmupReport:
     """
 
     results: tuple[UnitResult, ...]
+    graphs: tuple[GraphResult, ...]
     plan: Plan
     target: Target | None
     seconds: float
@@ -107,6 +110,7 @@ class WarmupReport:
             "loaded_on": self.loaded_on,
             "warnings": list(self.warnings),
             "units": units,
+            "graphs": [asdict(x) for x in self.graphs],
             "not_covered": [asdict(x) for x in self.not_covered],
         }
 
@@ -132,6 +136,7 @@ class WarmupReport:
         left = [x for x in self.results if x.status in ("failed", "skipped")]
         if left:
             parts.append(self._table("not compiled", left))
+        parts += [Text(_graph(x)) for x in self.graphs]
         parts += [Text(_not_covered(x)) for x in self.not_covered]
         return Group(*parts)
 
@@ -160,6 +165,11 @@ class WarmupReport:
             texts = (x.status, x.unit.compiler.name, x.unit.kernel)
             table.add_row(*map(escape, (*texts, f"{x.seconds:.1f}", where, x.reason)))
         return table
+
+
+def _graph(x: GraphResult) -> str:
+    made = f"failed: {x.reason}" if x.reason else f"{x.graphs} graphs compiled"
+    return f"batch size {x.batch_size}: {made}, {x.seconds:.1f} s"
 
 
 def _not_covered(x: NotCovered) -> str:

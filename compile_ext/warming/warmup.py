@@ -14,8 +14,8 @@ from compile_ext.ops.device import Target
 from compile_ext.ops.errors import ArgumentError, WarmupError
 from compile_ext.planning import Plan, plan
 from compile_ext.warming.cache_dir import use_cache_dir
-from compile_ext.warming.engine import Engine, Warmed
-from compile_ext.warming.graphs import warm_graphs
+from compile_ext.warming.engine import Engine
+from compile_ext.warming.graphs import GraphResult, Inputs, foretell, warm_graphs
 from compile_ext.warming.load import device_for, loaded
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.report import WarmupReport
@@ -30,6 +30,7 @@ def warmup(
     cache_dir: str | PathLike[str] | None = None,
     progress: bool = True,
     *,
+    inputs: Inputs | None = None,
     target: Target | None = None,
     budget_seconds: float | None = None,
     strict: bool = False,
@@ -46,11 +47,14 @@ def warmup(
         model_or_manifest: what ``torch.compile`` returned, after a call; or a Manifest, which needs
             neither model nor weights.
         max_tokens: the largest M of a call.
-        batch_sizes: capture a CUDA graph for each.
+        batch_sizes: call the model for each, so that each variant of its graphs is compiled, and
+            with ``mode="reduce-overhead"`` a CUDA graph is captured. What these graphs call is
+            compiled before. Warm up in the mode that serves, such as ``torch.inference_mode()``.
         jobs: worker processes; None: as many as cores, free host memory and free GPU memory allow.
         cache_dir: keep all that is compiled below this folder, for this process from now on. It can
             be packed, and used on another host or path by the same call.
         progress: a bar on a terminal, else a line a kernel, on stderr.
+        inputs: ``inputs(batch_size)``: the arguments of one call of the model, a tuple or a dict.
         target: the GPU to compile for; None: the one that is here.
         budget_seconds: no unit is begun after that.
         strict: raise WarmupError where a unit has failed.
@@ -67,21 +71,25 @@ def warmup(
     if cache_dir is not None:
         use_cache_dir(Path(cache_dir))
     model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
-    manifest = model_or_manifest if model is None else sites(model)
+    _check_graphs(model, batch_sizes, inputs)
     target = target or target_here()
-    planned, warmed = Plan((), (), manifest.not_covered), Warmed()
-    if target is not None:
-        planned = plan(manifest, target, max_tokens)
-        with Progress(progress) as shown:
-            engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
-            warmed = engine.run(planned.units)
+    graphs: tuple[GraphResult, ...] = ()
+    problems: list[str] = []
+    with Progress(progress) as shown:
+        engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
+        if batch_sizes and inputs is not None:
+            if target is not None:
+                problems += _compile_ahead(engine, model, batch_sizes, inputs, target, max_tokens)
+            graphs = warm_graphs(model, batch_sizes, inputs)
+        manifest = model_or_manifest if model is None else sites(model)
+        planned = _plan(manifest, target, max_tokens)
+        warmed = engine.run(planned.units)
     results, device = warmed.results, device_for(model, target) if load else None
     if device is not None:
         results = tuple(loaded(results, device))
-    if batch_sizes:
-        warm_graphs(model, batch_sizes)
     report = WarmupReport(
         results,
+        graphs,
         planned,
         target,
         time.monotonic() - start,
@@ -89,13 +97,42 @@ def warmup(
         warmed.capacity.bound_by if warmed.capacity else "",
         warmed.folders,
         str(device) if device is not None else None,
-        tuple(_warnings(manifest, planned, target)),
+        (*problems, *_warnings(manifest, planned, target)),
     )
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
-    if strict and report.counts["failed"]:
+    if strict and (report.counts["failed"] or any(x.reason for x in graphs)):
         raise _failed(report)
     return report
+
+
+def _plan(manifest: Manifest, target: Target | None, max_tokens: int) -> Plan:
+    if target is None:
+        return Plan((), (), manifest.not_covered)
+    return plan(manifest, target, max_tokens)
+
+
+def _compile_ahead(
+    engine: Engine,
+    model: Any,
+    batch_sizes: Sequence[int],
+    inputs: Inputs,
+    target: Target,
+    max_tokens: int,
+) -> list[str]:
+    """Compile what the graphs will call before they run and compile it one by one. What stood in
+    the way is a warning: they run then as they are."""
+    try:
+        foretold = foretell(model, batch_sizes, inputs, target)
+    except Exception as error:  # of the model, which needs data to go on
+        first = (str(error).strip().splitlines() or [""])[0]
+        return [
+            f"what the graphs call could not be seen before they ran ({type(error).__name__}:"
+            f" {first}): their kernels were compiled one after another; collect(model, ...) with"
+            " example arguments and warm up its manifest first"
+        ]
+    engine.run(_plan(foretold, target, max_tokens).units)
+    return []
 
 
 def _warnings(manifest: Manifest, planned: Plan, target: Target | None) -> Iterator[str]:
@@ -122,13 +159,36 @@ def _check(max_tokens: int, jobs: int | None, budget_seconds: float | None) -> N
         raise ArgumentError("warmup", f"budget_seconds={budget_seconds!r}", "seconds from 0", fix)
 
 
+def _check_graphs(model: Any, batch_sizes: Sequence[int], inputs: Inputs | None) -> None:
+    if bool(batch_sizes) == (inputs is not None) and (model is not None or not batch_sizes):
+        for size in batch_sizes:
+            if not isinstance(size, int) or size < 1:
+                fix = "pass numbers of tokens or sequences"
+                raise ArgumentError("warmup", f"batch_sizes={batch_sizes!r}", "whole numbers", fix)
+        return
+    given = "a manifest" if model is None else "a model"
+    named = f"batch_sizes={tuple(batch_sizes)!r}" if batch_sizes else "no batch_sizes"
+    asked = "no inputs" if inputs is None else "inputs"
+    raise ArgumentError(
+        "warmup",
+        f"{given}, {named} and {asked}",
+        "a model, batch_sizes and inputs together, or none of the last two",
+        "e.g. batch_sizes=(1, 8), inputs=lambda size: (torch.zeros(size, dtype=torch.long),)",
+    )
+
+
 def _failed(report: WarmupReport) -> WarmupError:
-    failed = [x for x in report.results if x.status == "failed"]
-    reasons = "; ".join(f"{x.unit.compiler.name} {x.unit.kernel}: {x.reason}" for x in failed[:3])
+    failed = [
+        f"{x.unit.compiler.name} {x.unit.kernel}: {x.reason}"
+        for x in report.results
+        if x.status == "failed"
+    ]
+    failed += [f"graph of batch size {x.batch_size}: {x.reason}" for x in report.graphs if x.reason]
     more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+    total = len(report.results) + len(report.graphs)
     return WarmupError(
         "warmup(strict=True)",
-        f"{len(failed)} of {len(report.results)} kernels not compiled ({reasons}{more})",
+        f"{len(failed)} of {total} kernels and graphs not compiled ({'; '.join(failed[:3])}{more})",
         "all of them",
         "mend what the reasons say and run it again: what is compiled is kept",
     )
