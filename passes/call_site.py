@@ -116,7 +116,9 @@ def _solver(m: int | torch.SymInt, leading: Iterable[int | torch.SymInt]) -> InM
             break
 
     def in_m(size: Any) -> Size:
-        found = _expression(size) if isinstance(size, (int, torch.SymInt)) else size
+        if isinstance(size, int):
+            return size
+        found = _expression(size) if isinstance(size, torch.SymInt) else size
         if symbols:
             found = found.subs(whole, letter).xreplace(values)
         if found.is_Integer:
@@ -169,9 +171,9 @@ def _value(name: str, x: Any, rows: Any, in_m: InM) -> Value:
 def _form(name: str, x: Tensor, rows: list[Any], in_m: InM) -> TensorForm:
     if x.layout != torch.strided:
         raise NotExpressible(f"{name} is {x.layout}")
-    shape, strides = ([_expression(s) for s in xs] for xs in (x.shape, x.stride()))
-    if rows and shape[: len(rows)] == rows:
-        shape, strides = _flat(shape, strides)
+    shape, strides = list(x.shape), list(x.stride())
+    if rows and [_expression(s) for s in shape[: len(rows)]] == rows:
+        shape, strides = _flat(*([_expression(s) for s in xs] for xs in (shape, strides)))
     offset = in_m(x.storage_offset())
     if isinstance(offset, int):
         offset %= max(1, _ALIGNED // x.element_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def tokens(m: int = 5, device: str = "cpu", most: int = 4096) -> Tensor:
     return x
 
 
+@functools.cache  # some seconds each
 def on_h200(layers: int, *sizes: int) -> compile_ext.Manifest:
     """What a model calls on an H200, for each of these numbers of tokens."""
     torch._dynamo.reset()
