@@ -67,7 +67,7 @@ def _tokens(definition: define.OpDefinition, arguments: dict[str, Any]) -> int |
 
 
 def described(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tensors and numbers of a call, ``name: dtype[sizes]`` each."""
+    """The tensors, numbers and texts of a call, ``name: dtype[sizes]`` each."""
     found = ((name, _described(value)) for name, value in arguments.items())
     return tuple(f"{name}: {text}" for name, text in found if text)
 
@@ -75,7 +75,7 @@ def described(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def _described(value: Any) -> str | None:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
-    if isinstance(value, (bool, int, float, torch.SymInt)):
+    if isinstance(value, (bool, int, float, str, torch.SymInt)):
         return str(value)
     if isinstance(value, (list, tuple)):
         parts = [text for x in value if (text := _described(x))]

@@ -42,4 +42,5 @@ def _event(source: Any) -> CompileEvent:
         elif frame.f_code.co_name == "_bench" and "config" in variables:
             reason = f"autotuning tries {variables['config']}"
             break
-    return launch_event("triton", source.name, source.hash(), launch, reason)
+    types = {str(name): x for name, x in getattr(source, "signature", {}).items()}
+    return launch_event("triton", source.name, source.hash(), launch or types, reason)
