@@ -77,6 +77,8 @@ def _described(value: Any) -> str | None:
         return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
     if isinstance(value, (bool, int, float, str, torch.SymInt)):
         return str(value)
+    if isinstance(value, dict):
+        return _described([f"{key}: {text}" for key, x in value.items() if (text := _described(x))])
     if isinstance(value, (list, tuple)):
         parts = [text for x in value if (text := _described(x))]
         return f"({', '.join(parts)})" if parts else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ def _watching(compile: Callable[..., Any]) -> Callable[..., Any]:
     def watching(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         try:
-            tell(lambda: _event(given["code"], given["locals"], given.get("frame")))
+            tell(lambda: _event(given["code"], given["locals"]))
         except BaseException:
             _uncount(given["compile_id"])
             raise
@@ -65,9 +65,20 @@ def module_traced() -> tuple[str, ...]:
 
 
 def _owner(code: CodeType, variables: dict[str, Any]) -> nn.Module | None:
-    """The module whose method a frame runs."""
-    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
-    return first if isinstance(first, nn.Module) else None
+    """The module whose method a frame runs. Around what is torch's own Dynamo puts a function that
+    has it in ``fn``."""
+    if _is_around(code):
+        found = variables.get("fn")
+        found = getattr(found, "__self__", found)
+    else:
+        found = variables.get(code.co_varnames[0]) if code.co_argcount else None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _is_around(code: CodeType) -> bool:
+    from torch._dynamo import external_utils
+
+    return code.co_filename == external_utils.__file__
 
 
 def _path(module: nn.Module | None) -> tuple[str, ...]:
@@ -75,19 +86,29 @@ def _path(module: nn.Module | None) -> tuple[str, ...]:
     return (path,) if path else ()
 
 
-def _event(code: CodeType, variables: dict[str, Any], frame: FrameType | None) -> CompileEvent:
+def _event(code: CodeType, variables: dict[str, Any]) -> CompileEvent:
     owner = _owner(code, variables)
-    name = code.co_name if owner is None else f"{type(owner).__name__}.{code.co_name}"
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     reason = _why_again(code, variables)
+    arguments = {x: variables[x] for x in _argument_names(code) if x in variables}
+    name, place = code.co_name, code
+    if owner is not None:
+        if _is_around(code):
+            place = getattr(type(owner).forward, "__code__", code)
+        name = f"{type(owner).__name__}.{place.co_name}"
     return CompileEvent(
         "dynamo",
-        f"{name} ({code.co_filename}:{code.co_firstlineno})",
-        described({x: variables[x] for x in arguments if x in variables}),
+        f"{name} ({place.co_filename}:{place.co_firstlineno})",
+        described(arguments),
         modules=_path(owner),
         fix=_AGAIN if reason else _FIRST,
         reason=reason,
     )
+
+
+def _argument_names(code: CodeType) -> tuple[str, ...]:
+    """With ``*args`` and ``**kwargs``."""
+    more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + more]
 
 
 def _why_again(code: CodeType, variables: dict[str, Any]) -> str:

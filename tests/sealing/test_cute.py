@@ -146,7 +146,7 @@ def own(library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(compiled_cache, "folder", lambda: tmp_path)
     key = compiled_cache.Key("seal_cute_kernel", (), "cute 1")
 
-    def run(x: Tensor, *_: Any, prefetch: bool = False) -> Any:
+    def run(x: Tensor, *rest: Any, prefetch: bool = False) -> Any:
         made, _ = compiled_cache.obtain(
             key,
             lambda: cute_compile.compile_cubin(

@@ -153,6 +153,19 @@ def test_a_layer_is_named_by_its_path(model: nn.Module, heard: list[CompileEvent
     assert [e.modules for e in heard] == [("layer",)]
 
 
+def test_a_module_of_torch_is_named_too(heard: list[CompileEvent]) -> None:
+    """Dynamo compiles a function of its own around it."""
+    layer = nn.Linear(8, 4)
+    model = nn.ModuleDict({"head": layer})
+    with seal(heard.append):
+        torch.compile(layer, backend="eager")(x())
+    code = nn.Linear.forward.__code__
+    assert heard[0].kernel == f"Linear.forward ({code.co_filename}:{code.co_firstlineno})"
+    assert heard[0].shapes == ("args: (float32[3, 8])",)
+    assert heard[0].modules == ("head",)
+    assert model["head"] is layer
+
+
 def test_what_a_callback_compiles_is_not_told(model: nn.Module) -> None:
     other: Any = torch.compile(lambda x: x + 1, backend="eager")
     heard: list[str] = []
