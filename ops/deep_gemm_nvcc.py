@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 
 watcher: Watcher | None = None
-_was_first = False
+_was_first: bool | None = None  # the variable was set before the library was imported
 
 
 def stand_between(nvcc: Path) -> None:
@@ -39,8 +39,9 @@ def stand_between(nvcc: Path) -> None:
     global _was_first
     if not os.access(SCRIPT, os.X_OK):  # a disk that is mounted noexec, or a copy without the bit
         return
-    _was_first = _was_first or "deep_gemm" not in sys.modules
     given = os.environ.get(COMPILER)
+    if _was_first is None:
+        _was_first = given == str(SCRIPT) or "deep_gemm" not in sys.modules
     if given != str(SCRIPT):
         os.environ[REAL] = given or str(nvcc)
         os.environ[COMPILER] = str(SCRIPT)
@@ -50,7 +51,7 @@ def stands_between() -> bool:
     """Whether DeepGEMM in this process compiles through the script for certain: not where it was
     imported first, and may have read the variable, nor where it compiles in its own process."""
     return (
-        _was_first
+        bool(_was_first)
         and os.environ.get(COMPILER) == str(SCRIPT)
         and os.environ.get(_NVRTC, "0") in ("", "0")
     )

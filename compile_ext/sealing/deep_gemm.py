@@ -58,7 +58,9 @@ class DeepGemmWatch:
                 self._end(self._folder)
 
     def _begin(self) -> None:
-        deep_gemm_support.why_not()  # has the library compile through the script, if it still can
+        compiler = deep_gemm_support.nvcc()
+        if compiler is not None:  # without importing the library, which takes a second
+            deep_gemm_nvcc.stand_between(compiler)
         self._folder = Path(tempfile.mkdtemp(prefix="compile_ext_seal_"))
         with (self._folder / _BYTE).open("w+b") as file:
             file.write(b"\0")

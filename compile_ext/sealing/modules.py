@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
@@ -59,4 +58,7 @@ def _address(x: object) -> int:
     """0 where there is no memory."""
     if not isinstance(x, Tensor) or isinstance(x, FakeTensor) or x.is_meta:
         return 0
-    return x.data_ptr() if x.layout is torch.strided else 0
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # of a tensor that wraps others, or is sparse
+        return 0

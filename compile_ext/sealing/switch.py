@@ -49,8 +49,9 @@ class Seal:
                     _PATCHES.take_out()
 
     def __enter__(self) -> Seal:
-        self._depth += 1
-        self.on()
+        with _LOCK:
+            self._depth += 1
+            self.on()
         return self
 
     def __exit__(
@@ -59,8 +60,10 @@ class Seal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        with _LOCK:
+            self._depth -= 1
+            is_last = self._depth == 0
+        if is_last:
             try:
                 if error is None:
                     _DEEP_GEMM.look(failed=False)  # what it has compiled last, and told nobody

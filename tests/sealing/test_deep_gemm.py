@@ -76,7 +76,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(deep_gemm_nvcc, "_was_first", False)
+    monkeypatch.setattr(deep_gemm_nvcc, "_was_first", None)
     deep_gemm_support.why_not.cache_clear()
     found = Library(home, tmp_path / "cache")
     deep_gemm_nvcc.stand_between(nvcc)  # before the library is there
