@@ -51,6 +51,10 @@ def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
     units: dict[str, CompileUnit] = {}
     sites, not_covered = [], dict.fromkeys(manifest.not_covered)
     for site in manifest.sites:
+        if site.call.m[0] > max_tokens:
+            reason = f"its calls have {site.call.m[0]} tokens or more, max_tokens is {max_tokens}"
+            not_covered[NotCovered(_name(site.call), site.modules, reason)] = None
+            continue
         try:
             kernels, found = _units_of(site.call, target, max_tokens)
         except _UnknownOp as error:

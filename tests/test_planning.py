@@ -66,9 +66,11 @@ def test_a_pinned_kernel_is_the_one() -> None:
 
 def test_the_range_of_m_is_that_of_the_site_up_to_max_tokens() -> None:
     sites = router(64, 128, m=(5, 5)), router(64, 128, m=(2, 40)), router(64, 128, m=(100, None))
-    planned = plan(manifest(*sites), H200, 30).sites
-    found = {x.site.call.m: x.kernels and (x.kernels[0][0], x.kernels[-1][1]) for x in planned}
-    assert found == {(5, 5): (5, 5), (2, 40): (2, 30), (100, None): ()}
+    planned = plan(manifest(*sites), H200, 30)
+    found = {x.site.call.m: (x.kernels[0][0], x.kernels[-1][1]) for x in planned.sites}
+    assert found == {(5, 5): (5, 5), (2, 40): (2, 30)}
+    [left] = planned.not_covered
+    assert left.reason == "its calls have 100 tokens or more, max_tokens is 30"
 
 
 def test_an_op_that_nobody_registered_is_left_out_with_the_reason() -> None:
