@@ -103,13 +103,14 @@ class Certificate:
             or (self.gpu and here.gpu != self.gpu)
             or here.multiprocessors != self.multiprocessors
         ):
-            wanted = f"{self.gpu or self.arch} with {self.multiprocessors} multiprocessors"
-            yield f"GPU: {here.gpu} with {here.multiprocessors}, certified for {wanted}"
-        found = versions()
+            found = f"{here.gpu} with {here.multiprocessors} multiprocessors"
+            yield f"GPU: {found}, certified for {self.gpu or self.arch} with {self.multiprocessors}"
+        installed = versions()
         for name, wanted in self.versions.items():
-            # A build host may lack a driver; a host that runs may lack the GPU.
-            if found.get(name) != wanted and (name != "driver" or (found[name] and wanted)):
-                yield f"{name}: {found.get(name) or 'none'} here, certified with {wanted or 'none'}"
+            there = installed.get(name, "")
+            # A host that builds an image may lack a driver.
+            if there != wanted and (name != "driver" or (there and wanted)):
+                yield f"{name}: {there or 'none'} here, certified with {wanted or 'none'}"
         stores: dict[str, Store | str] = {}
         for unit in self.units:
             if unit.compiler not in stores:

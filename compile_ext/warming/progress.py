@@ -49,10 +49,10 @@ class Progress:
         self._console.print(text, markup=False, highlight=False)
 
     def begin(self, total: int) -> None:
-        """``total`` units are not on disk."""
-        self._total = total
+        """``total`` further units are not on disk."""
+        self._total = self._done + total
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], total=total)
+            self._bar.update(self._bar.task_ids[0], total=self._total)
 
     def done(self, result: UnitResult) -> None:
         self._done += 1

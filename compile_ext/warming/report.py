@@ -129,7 +129,8 @@ class WarmupReport:
         lines = [Text(self.summary())]
         lines += [Text(f"warning: {x}") for x in self.warnings]
         parts: list[RenderableType] = [*lines]
-        slowest = sorted((x for x in self.results if x.seconds), key=lambda x: -x.seconds)
+        compiled = (x for x in self.results if x.status == "compiled")
+        slowest = sorted(compiled, key=lambda x: -x.seconds)
         if slowest:
             title = f"slowest of {len(slowest)}" if len(slowest) > _SLOWEST else "slowest first"
             parts.append(self._table(title, slowest[:_SLOWEST]))
@@ -141,13 +142,14 @@ class WarmupReport:
         return Group(*parts)
 
     def summary(self) -> str:
-        """In a line or two."""
+        """How much of what, in a line or two."""
         counts = ", ".join(f"{n} {status}" for status, n in self.counts.items())
-        gpu = f"{self.target.gpu or self.target.arch}" if self.target else "no GPU"
-        jobs = f", {self.jobs} workers ({self.bound_by})" if self.jobs else ""
-        loaded = f", loaded on {self.loaded_on}" if self.loaded_on else ""
-        units = f"{len(self.results)} kernels of {len(self.plan.sites)} sites for {gpu}"
-        return f"{units}: {counts}; {self.seconds:.1f} s{jobs}{loaded}"
+        gpu = (self.target.gpu or self.target.arch) if self.target else "no GPU"
+        units = f"{_count(len(self.results), 'kernel')} of {_count(len(self.plan.sites), 'site')}"
+        how = [f"{_count(self.jobs, 'worker')} ({self.bound_by})"] if self.jobs else []
+        how += [f"loaded on {self.loaded_on}"] if self.loaded_on else []
+        first = f"{units} for {gpu}: {counts}; {self.seconds:.1f} s"
+        return "\n".join([first, ", ".join(how)] if how else [first])
 
     def _table(self, title: str, results: list[UnitResult]) -> Table:
         from rich import box
@@ -174,3 +176,7 @@ def _graph(x: GraphResult) -> str:
 
 def _not_covered(x: NotCovered) -> str:
     return f"not covered: {x.op} ({', '.join(x.modules)}): {x.reason}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

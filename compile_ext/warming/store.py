@@ -152,8 +152,8 @@ class Store:
         return None
 
     def _remove(self, entry: Path) -> None:
-        """In one step for those who look for it."""
-        with self.stage() as stage:
+        """In one step for those who look for it. Another unit may have had it removed before."""
+        with self.stage() as stage, contextlib.suppress(FileNotFoundError):
             entry.rename(stage / entry.name)
 
     def _receipt(self, key: str) -> Receipt:

@@ -8,9 +8,10 @@ from typing import Any
 
 import fake_jit
 import pytest
+from forks import Fork, ForkedWorker
 
 from compile_ext.ops.device import Target
-from compile_ext.warming import UnitResult, warm_units
+from compile_ext.warming import UnitResult, warm_units, worker_process
 
 TARGET = Target((9, 0))
 
@@ -20,6 +21,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the fake compiler keeps its cache and its log."""
     monkeypatch.setenv(fake_jit.FOLDER, str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked: see forks.py."""
+    monkeypatch.setattr(worker_process.subprocess, "Popen", ForkedWorker)
 
 
 Warm = Callable[..., dict[str, UnitResult]]
@@ -37,3 +44,17 @@ def warm(folder: Path) -> Warm:
         return {x.unit.key: x for x in results}
 
     return run
+
+
+@pytest.fixture
+def in_fork(folder: Path, warm: Warm, forked: None) -> Callable[..., Fork]:
+    """``warm`` in a process of its own, whose result is the status of each key."""
+    count = iter(range(10_000))
+
+    def start(*texts: str, **options: Any) -> Fork:
+        def statuses() -> dict[str, str]:
+            return {key: x.status for key, x in warm(*texts, **options).items()}
+
+        return Fork(statuses, folder / f"result{next(count)}.json")
+
+    return start

@@ -1,8 +1,9 @@
 """A JIT compiler for tests: it counts what it compiles, sleeps, fails and dies on demand.
 
 The unit's ``kernel`` says what it does, by words: ``sleep=0.1``, ``fail``, ``die`` (in the middle
-of a write), ``die-once``, ``noise``, ``nothing``, ``hang``, ``shared`` (a second entry, the same
-for all units), ``quota`` (the disk is full in the middle of a write).
+of a write), ``die-once``, ``noise``, ``nothing``, ``hang``, ``hang-once``, ``drip`` (writes take
+time), ``shared`` (a second entry, the same for all units), ``note-pid`` (in the file ``pid``),
+``quota`` (the disk is full in the middle of a write).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class FakeJit:
             _obey(word, unit, stage)
         if "nothing" not in words:
             with _small_disk() if "quota" in words else contextlib.nullcontext():
-                _write(stage / f"kernel.{unit.key}", unit.key)
+                _write(stage / f"kernel.{unit.key}", unit.key, "drip" in words)
         if "shared" in words:
-            _write(stage / "shared", f"{os.getpid()} {unit.key}")
+            _write(stage / "shared", f"{os.getpid()} {unit.key}", "drip" in words)
 
     def arrived(self, entry: Path) -> tuple[str, ...]:
         place = entry / PLACE
@@ -86,11 +87,16 @@ def unit(key: str, words: str = "", compiler: FakeJit = FAKE) -> CompileUnit:
     return CompileUnit(compiler, words or "plain", key, (), (("source", key),))
 
 
-def _write(entry: Path, key: str) -> None:
+def _write(entry: Path, key: str, drip: bool) -> None:
     entry.mkdir()
     (entry / PLACE).write_text(str(entry))
+    content = kernel_bytes(key)
+    step = SIZE // 20 if drip else SIZE
     with (entry / "kernel.bin").open("wb") as file:
-        file.write(kernel_bytes(key))
+        for start in range(0, len(content), step):
+            file.write(content[start : start + step])
+            file.flush()
+            time.sleep(0.001 if drip else 0.0)
 
 
 @contextlib.contextmanager
@@ -109,8 +115,14 @@ def _obey(word: str, unit: CompileUnit, stage: Path) -> None:
     match word:
         case "sleep":
             time.sleep(float(value))
-        case "hang":
-            time.sleep(3600)
+        case "hang" | "hang-once":
+            if word == "hang" or compiled().count(unit.key) == 1:
+                time.sleep(3600)
+        case "note-pid":
+            (Path(os.environ[FOLDER]) / f"pid.{os.getpid()}").write_text(str(os.getpid()))
+            (Path(os.environ[FOLDER]) / f"pid.{os.getpid()}").replace(
+                Path(os.environ[FOLDER]) / "pid"
+            )
         case "fail":
             raise RuntimeError("the fake compiler refuses")
         case "noise":

@@ -12,6 +12,7 @@ from compile_ext.ops.device import Target
 from compile_ext.warming import UnitResult, pool, warm_units
 
 Warm = Callable[..., dict[str, UnitResult]]
+forked = pytest.mark.usefixtures("forked")
 
 
 def test_units_are_compiled_once_and_found_by_the_next_warmup(warm: Warm, folder: Path):
@@ -29,11 +30,13 @@ def test_units_are_compiled_once_and_found_by_the_next_warmup(warm: Warm, folder
     assert sorted(fake_jit.compiled()) == ["a", "b", "c", "d"]
 
 
+@forked
 def test_the_order_is_the_given_one(warm: Warm, folder: Path):
     warm(*"dacb")
     assert fake_jit.compiled() == ["d", "a", "c", "b"]
 
 
+@forked
 def test_a_failure_costs_its_unit_alone(warm: Warm, folder: Path):
     found = warm("c nothing", "a fail", "b", "d noise", "e quota", "f")
     assert {k: x.status for k, x in found.items()} == {
@@ -52,6 +55,7 @@ def test_a_failure_costs_its_unit_alone(warm: Warm, folder: Path):
     assert list((folder / "cache" / ".compile_ext" / "stage").iterdir()) == []
 
 
+@forked
 def test_a_unit_whose_worker_dies_gets_another_one_once(warm: Warm, folder: Path):
     found = warm("a die-once", "b die", "c")
     assert {k: x.status for k, x in found.items()} == {
@@ -67,6 +71,7 @@ def test_a_unit_whose_worker_dies_gets_another_one_once(warm: Warm, folder: Path
     assert list((folder / "cache" / ".compile_ext" / "stage").iterdir()) == []
 
 
+@forked
 def test_a_unit_that_takes_too_long_is_ended(
     warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -81,6 +86,7 @@ def test_a_missing_backend_skips_its_units(folder: Path):
     assert (found.status, found.reason) == ("skipped", "compiles for sm_90 alone")
 
 
+@forked
 def test_no_unit_is_begun_after_the_budget(warm: Warm, folder: Path):
     found = warm("a", "b", budget_seconds=0.0)
     assert {x.reason for x in found.values()} == {"the time budget of 0 s"}
