@@ -1,6 +1,7 @@
 """Guards for what a broken package would not show by itself: see the comment at each test."""
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -107,22 +108,24 @@ import compile_ext, compile_ext.ops, compile_ext.passes, compile_ext.backend, co
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_the_kernel_tables_and_the_typing_marker(tmp_path):
+def test_wheel_holds_every_module_the_kernel_tables_the_script_and_the_typing_marker(tmp_path):
     # Built from a copy: an old build/ folder in the checkout would end up in the wheel.
     source = tmp_path / "source"
     sources = [file.relative_to(ROOT) for file in modules_on_disk().values()]
     marker = Path("compile_ext", "py.typed")
     tables = [file.relative_to(ROOT) for file in (ROOT / "ops" / "kernel_tables").iterdir()]
+    script = Path("ops", "deep_gemm_nvcc.sh")
     for file in [
         *sources,
         *tables,
         marker,
+        script,
         Path("pyproject.toml"),
         Path("README.md"),
         Path("LICENSE"),
     ]:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
-        (source / file).write_bytes((ROOT / file).read_bytes())
+        shutil.copy(ROOT / file, source / file)  # with its mode
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)],
@@ -130,10 +133,13 @@ def test_wheel_holds_every_module_the_kernel_tables_and_the_typing_marker(tmp_pa
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    infos = {x.filename: x for x in zipfile.ZipFile(wheel).infolist()}
+    shipped = {name for name in infos if ".dist-info/" not in name}
     modules = {name.replace(".", "/") + ".py" for name in modules_on_disk()}
-    data = {f"compile_ext/{file.as_posix()}" for file in tables}
+    data = {f"compile_ext/{file.as_posix()}" for file in [*tables, script]}
     assert shipped == modules | data | {marker.as_posix()}
+    # DeepGEMM starts it: the low bits of the mode are those of its owner, group and others.
+    assert infos[f"compile_ext/{script.as_posix()}"].external_attr >> 16 & 0o111 == 0o111
 
 
 @pytest.mark.slow
