@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from compile_ext import find_op
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.errors import ContractError
 from compile_ext.ops.registry import contract_of
@@ -20,7 +21,6 @@ from compile_ext.testing.claims.contents import prove_overwritten, prove_unread
 from compile_ext.testing.claims.m1 import prove_m1_variant
 from compile_ext.testing.claims.memory import prove_bounds, prove_memory
 from compile_ext.testing.claims.prewait import prove_prewait_reads
-from compile_ext.testing.process import find_op
 from compile_ext.testing.process.isolated import Isolated
 from compile_ext.testing.report import NOT_EXERCISED, Claim, ContractReport
 from compile_ext.testing.trial import Trial

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from compile_ext.testing.process.find_op import Source
+from compile_ext.find_op import Source
 
 _LENGTH = struct.Struct("<Q")
 

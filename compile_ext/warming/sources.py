@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from compile_ext.find_op import Source, sources
 from compile_ext.ops.call_site import find_overload
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
 from compile_ext.ops.registry import contract_of
-from compile_ext.testing.process.find_op import Source, sources
 from compile_ext.warming.messages import Request
 
 _OURS = "compile_ext::"

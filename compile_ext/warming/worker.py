@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compile_ext.child_process import die_with_parent
+from compile_ext.find_op import find
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
 from compile_ext.warming.messages import Ready, Reply, Request, receive, send
@@ -91,8 +92,6 @@ def _compile(unit: CompileUnit, target: Target, store: Store, own: Own) -> bool:
 
 def _import(request: Request) -> None:
     """Make the ops known that the unit's calls are of. Raises LookupError where one is not."""
-    from compile_ext.testing.process.find_op import find
-
     for module in request.modules:
         importlib.import_module(module)
     missing = find(request.ops, request.libraries, request.sources)

@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from compile_ext import find_op
 from compile_ext.ops import OpContract, router_gemm_m1
 from compile_ext.ops.errors import ChildTrace, CompileExtError, ContractError, RankError
 from compile_ext.testing import ClaimError, check_contract
-from compile_ext.testing.process import find_op, isolated
+from compile_ext.testing.process import isolated
 from compile_ext.testing.process.isolated import Isolated, Outcome
 
 SCHEMA = "op(Tensor x, Tensor? y) -> Tensor"

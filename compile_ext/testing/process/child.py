@@ -21,8 +21,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from compile_ext.child_process import die_with_parent
+from compile_ext.find_op import Source, find
+from compile_ext.ops.call_site import find_overload
 from compile_ext.testing.memory import copied, tensors_in
-from compile_ext.testing.process.find_op import Source, find
 from compile_ext.testing.process.messages import Done, Raised, Request, pack, unpack
 
 
@@ -61,18 +62,10 @@ def serve(connection: Connection, others_end: Connection, setup: Setup, folder: 
             connection.send(_answer(request, folder))
 
 
-def overload(name: str) -> OpOverload:
-    """``mylib::gemm.default`` -> ``torch.ops.mylib.gemm.default``, or AttributeError."""
-    namespace, _, rest = name.partition("::")
-    packet, _, which = rest.partition(".")
-    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), which)
-    return found
-
-
 def _answer(request: Request, folder: str) -> Done | Raised:
     try:
         arguments = unpack(request.arguments, request.file, to_devices=True)
-        op = overload(request.op)
+        op = find_overload(request.op)
         with torch.inference_mode(False), torch.no_grad():
             torch.manual_seed(0)  # an op may draw random numbers: the same in each run
             if request.kind == "fake":

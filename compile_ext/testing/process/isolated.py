@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+from compile_ext.find_op import Source
 from compile_ext.ops.errors import ContractError
 from compile_ext.testing.process.child import Setup, serve
-from compile_ext.testing.process.find_op import Source
 from compile_ext.testing.process.messages import Done, Raised, Request, pack, unpack
 
 _START = "start of the child process"

@@ -1,4 +1,5 @@
-"""Find the op in a child that was not forked: which modules of the parent may have defined it."""
+"""Find an op in a child process that was not forked: which modules of the parent may have defined
+it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch._ops import OpOverload
 
+from compile_ext.ops.call_site import find_overload
 from compile_ext.ops.contract import OpContract
 
 # Name and file of a module. pytest gives test modules names that no path leads to.
@@ -40,8 +42,6 @@ def find(
     ops: Iterable[str], libraries: Iterable[str], modules: Iterable[Source]
 ) -> tuple[str, str] | None:
     """Make the ops known to this process. Which one could not be, and what was tried; or None."""
-    from compile_ext.testing.process.child import overload
-
     tried: list[str] = []
     missing = ""
 
@@ -49,7 +49,7 @@ def find(
         nonlocal missing
         for name in ops:
             try:
-                overload(name)
+                find_overload(name)
             except (AttributeError, RuntimeError):
                 missing = name
                 return False
