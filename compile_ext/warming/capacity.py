@@ -14,7 +14,8 @@ import torch
 from compile_ext.ops.call_site import Call, TensorForm, value_of
 from compile_ext.ops.compile_unit import CompileUnit
 
-# Host memory of a worker, in bytes: torch (0.5 GB), a compiler and what it compiles.
+# Host memory of a worker, in bytes. One of Triton's takes 0.4 GB (CPU build of torch 2.13); a CUDA
+# build and nvcc take more.
 WORKER_BYTES = 1.5e9
 # A CUDA context, cuBLAS's workspace and the loaded kernels, in bytes of the GPU.
 CONTEXT_BYTES = 0.6e9

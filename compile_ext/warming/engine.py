@@ -106,26 +106,30 @@ class Engine:
 
     def _locked(self, units: list[CompileUnit], locks: contextlib.ExitStack) -> list[CompileUnit]:
         """The units whose folder takes files, and is this process's alone until ``locks`` end."""
-        left = []
-        for name in sorted({unit.compiler.name for unit in units}):  # by name: no deadlock
-            store = self._stores[name]
+        by_folder: dict[Path, list[tuple[CompileUnit, Store]]] = {}
+        for unit in units:
+            store = self._stores[unit.compiler.name]
             assert isinstance(store, Store)
-            mine = [unit for unit in units if unit.compiler.name == name]
+            by_folder.setdefault(store.folder, []).append((unit, store))
+        left: set[CompileUnit] = set()
+        for folder in sorted(by_folder):  # the same order in each process: no deadlock
+            mine = by_folder[folder]
+            store = mine[0][1]  # compilers may share a folder
             try:
                 store.prepare()
-                self._wait_for(store.pool_lock(), store.folder, locks)
+                self._wait_for(store.pool_lock(), folder, locks)
             except Timeout:
-                for unit in mine:
+                for unit, _ in mine:
                     self._note(UnitResult(unit, "skipped", reason=late(self._budget)))
             except OSError as error:
-                reason = f"{store.folder} takes no file: {error.strerror or error}"
-                for unit in mine:
+                reason = f"{folder} takes no file: {error.strerror or error}"
+                for unit, store in mine:
                     damaged = store.look(unit.key).reason
                     also = f"; {damaged}" if damaged else ""
                     self._note(UnitResult(unit, "failed", reason=reason + also))
             else:
                 store.remove_left_stages()
-                left += mine
+                left.update(unit for unit, _ in mine)
         return [unit for unit in units if unit in left]
 
     def _wait_for(self, lock: FileLock, folder: Path, locks: contextlib.ExitStack) -> None:

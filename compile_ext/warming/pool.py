@@ -108,29 +108,29 @@ class Pool:
             self.tasks.clear()
 
     def _assign(self) -> None:
-        """Give the first tasks to the workers that are free, and start workers for others."""
+        """Give each free worker the first task of its kind, and start workers for the rest, in the
+        place of such as have no task of their kind left: a start takes as long as a kernel."""
+        for worker in [x for x in self._workers if x.task is None]:
+            mine = (x for x in self.tasks if x.needs_device == worker.sees_device)
+            task = next(mine, None)
+            if task is not None:
+                self._give(worker, task)
         for task in list(self.tasks):
-            worker = self._worker_for(task.needs_device)
-            if worker is None:
+            with_device = sum(x.sees_device for x in self._workers)
+            if task.needs_device and with_device >= self.limits.device_jobs:
                 continue
-            self.tasks.remove(task)
-            worker.task = task
-            if worker.is_ready:
-                self._ask(worker)
+            if len(self._workers) >= self._jobs:
+                free = next((x for x in self._workers if x.task is None), None)
+                if free is None:
+                    return
+                self._end(free)
+            self._give(self._start(task.needs_device), task)
 
-    def _worker_for(self, needs_device: bool) -> _Worker | None:
-        free = [x for x in self._workers if x.task is None]
-        for worker in free:
-            if worker.sees_device == needs_device:
-                return worker
-        with_device = sum(x.sees_device for x in self._workers)
-        if needs_device and with_device >= self.limits.device_jobs:
-            return None
-        if len(self._workers) >= self._jobs:
-            if not free:
-                return None
-            self._end(free[0])
-        return self._start(needs_device)
+    def _give(self, worker: _Worker, task: Task) -> None:
+        self.tasks.remove(task)
+        worker.task = task
+        if worker.is_ready:
+            self._ask(worker)
 
     def _start(self, sees_device: bool) -> _Worker:
         worker = _Worker(WorkerProcess(self.devices if sees_device else ""), sees_device)

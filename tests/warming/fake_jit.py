@@ -3,7 +3,7 @@
 The unit's ``kernel`` says what it does, by words: ``sleep=0.1``, ``fail``, ``die`` (in the middle
 of a write), ``die-once``, ``noise``, ``nothing``, ``hang``, ``hang-once``, ``drip`` (writes take
 time), ``shared`` (a second entry, the same for all units), ``note-pid`` (in the file ``pid``),
-``quota`` (the disk is full in the middle of a write).
+``note-devices`` (that it sees, in the log), ``quota`` (the disk is full in the middle of a write).
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ def _obey(word: str, unit: CompileUnit, stage: Path) -> None:
         case "hang" | "hang-once":
             if word == "hang" or compiled().count(unit.key) == 1:
                 time.sleep(3600)
+        case "note-devices":
+            note(os.environ["CUDA_VISIBLE_DEVICES"] or "blind")
         case "note-pid":
             (Path(os.environ[FOLDER]) / f"pid.{os.getpid()}").write_text(str(os.getpid()))
             (Path(os.environ[FOLDER]) / f"pid.{os.getpid()}").replace(

@@ -56,6 +56,30 @@ def test_a_failure_costs_its_unit_alone(warm: Warm, folder: Path):
 
 
 @forked
+def test_a_compiler_that_needs_no_gpu_sees_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("compile_ext.warming.engine.visible_devices", lambda: "3")
+    words = "note-devices"
+    units = [
+        fake_jit.unit(f"{i}", words, (fake_jit.FAKE, fake_jit.ON_GPU)[i % 2]) for i in range(4)
+    ]
+    found = warm_units(units, Target((9, 0)), jobs=1, progress=False)
+    assert [x.status for x in found] == ["compiled"] * 4
+    # One worker after the other: the first one takes all units of its kind.
+    assert fake_jit.compiled() == ["0", "blind", "2", "blind", "1", "3", "3", "3"]
+
+
+@forked
+def test_each_unit_is_told_on_stderr(warm: Warm, capsys: pytest.CaptureFixture[str]):
+    warm("a", "b fail", progress=True)
+    said = capsys.readouterr()
+    assert said.out == ""
+    first, second = said.err.splitlines()
+    assert first.startswith("[1/2] compiled fake plain (0.")
+    assert second.startswith("[2/2] failed fake fail (0.")
+    assert second.endswith("s): RuntimeError: the fake compiler refuses")
+
+
+@forked
 def test_a_unit_whose_worker_dies_gets_another_one_once(warm: Warm, folder: Path):
     found = warm("a die-once", "b die", "c")
     assert {k: x.status for k, x in found.items()} == {
