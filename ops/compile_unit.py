@@ -63,6 +63,7 @@ class CompileUnit:
             need one of several kernels and only the calls show which, a call for each. Making them
             loads the kernels.
         made_from: what the key stands for, by name, for people.
+        seconds: about how long it takes to compile, of one core: the slow ones begin first.
         how: what the compiler needs to compile it. Stays in its process: ``renewed`` finds it anew.
     """
 
@@ -71,10 +72,12 @@ class CompileUnit:
     key: str
     calls: tuple[Call, ...] = field(compare=False)
     made_from: tuple[tuple[str, str], ...] = field(compare=False, default=())
+    seconds: float = field(compare=False, default=1.0)
     how: Any = field(compare=False, default=None, repr=False)
 
     def __reduce__(self) -> Any:
-        return CompileUnit, (self.compiler, self.kernel, self.key, self.calls, self.made_from)
+        kept = self.compiler, self.kernel, self.key, self.calls, self.made_from, self.seconds
+        return CompileUnit, kept
 
 
 # (site, target, most tokens of a call) -> what has to be compiled for it, none twice.

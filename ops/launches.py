@@ -25,12 +25,14 @@ class Launch:
         kernel: its name, for people.
         made_from: all that the compiled kernel depends on, by name.
         how: what the compiler needs to compile it: its own affair.
+        seconds: about how long that takes, of one core.
     """
 
     compiler: Compiler
     kernel: str
     made_from: tuple[tuple[str, str], ...]
     how: Any = field(compare=False, default=None)
+    seconds: float = field(compare=False, default=1.0)
 
     @functools.cached_property
     def key(self) -> str:

@@ -41,6 +41,6 @@ def traced_units(
                 if x.key not in found:
                     calls = (Call(site, m, kernel),)
                     found[x.key] = CompileUnit(
-                        x.compiler, x.kernel, x.key, calls, x.made_from, x.how
+                        x.compiler, x.kernel, x.key, calls, x.made_from, x.seconds, x.how
                     )
     return tuple(found.values())

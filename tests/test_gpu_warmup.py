@@ -12,9 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).with_name("warm_on_gpu.py")
-# Inductor keeps float32 where eager rounds to bfloat16: a byte of FP8 more or less is 6 % of a
-# number, and 0.28 of the logits' deviation the most that was seen in 120 steps of such decoders.
-TOLERANCE = 0.4
+# Of the tokens: two experts whose scores lie within rounding, of 4 in one layer of two.
+OFF = 0.1
 
 
 def start(step: str, folder: Path) -> subprocess.Popen[str]:
@@ -27,7 +26,8 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.returncode == 0, errors[-3000:]
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert found["reasons"] == []
-    assert found["worst"] <= TOLERANCE
+    assert found["off"] <= OFF
+    assert found["middle"] <= 0.2  # as it differs with no warmup
     return found
 
 

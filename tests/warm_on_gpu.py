@@ -16,7 +16,9 @@ import compile_ext
 from compile_ext.demo.decoder import Config, Decoder
 
 MAX_TOKENS = 96
-# The same bits: another kernel, or one that a graph replays on stale data, would show.
+# Of the logits' deviation. Inductor keeps float32 where eager rounds to bfloat16, and a byte of FP8
+# more or less is 6 %: 0.28 was the most in 120 steps of such decoders.
+TOLERANCE = 0.4
 CHECKED = (1, 2, 7, 16, 33, 96)
 
 
@@ -44,15 +46,18 @@ def step(folder: Path, sizes: tuple[int, ...], **how: Any) -> dict[str, Any]:
         with compile_ext.seal("error"):
             for m in called:
                 kept[m] = compiled(*inputs(m)).clone()
-        worst = max(float((kept[m] - model(*inputs(m))).abs().max()) for m in CHECKED if m in kept)
-        scale = float(model(*inputs(MAX_TOKENS)).std())
+        wanted = {m: model(*inputs(m)) for m in CHECKED if m in kept}
+    scale = float(wanted[max(wanted)].std())
+    off = torch.cat([(kept[m] - want).abs().amax(1) / scale for m, want in wanted.items()])
     return {
         "counts": Counter(x.status for x in report.results),
         "compilers": sorted({x.unit.compiler.name for x in report.results}),
         "reasons": sorted({x.reason for x in report.results if x.reason}),
         "graphs": [[x.batch_size, x.graphs, x.reason] for x in report.graphs],
         "calls": len(called),
-        "worst": worst / scale,
+        # Of the tokens, those whose logits are off; a router that chooses another expert is one.
+        "off": float((off > TOLERANCE).float().mean()),
+        "middle": float(off.median()),
     }
 
 

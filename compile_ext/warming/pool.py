@@ -108,23 +108,24 @@ class Pool:
             self.tasks.clear()
 
     def _assign(self) -> None:
-        """Give each free worker the first task of its kind, and start workers for the rest, in the
-        place of such as have no task of their kind left: a start takes as long as a kernel."""
+        """Give each free worker the first task that it can do, and start workers for the rest. A
+        start takes as long as a kernel: so a worker sees the GPU as long as that may have more of
+        them and a task is left that needs it, and does what comes."""
         for worker in [x for x in self._workers if x.task is None]:
-            mine = (x for x in self.tasks if x.needs_device == worker.sees_device)
-            task = next(mine, None)
-            if task is not None:
-                self._give(worker, task)
-        for task in list(self.tasks):
+            self._give_next(worker)
+        while self.tasks and len(self._workers) < self._jobs:
             with_device = sum(x.sees_device for x in self._workers)
-            if task.needs_device and with_device >= self.limits.device_jobs:
-                continue
-            if len(self._workers) >= self._jobs:
-                free = next((x for x in self._workers if x.task is None), None)
-                if free is None:
-                    return
-                self._end(free)
-            self._give(self._start(task.needs_device), task)
+            more = with_device < self.limits.device_jobs
+            sees_device = more and any(x.needs_device for x in self.tasks)
+            if not sees_device and all(x.needs_device for x in self.tasks):
+                return
+            self._give_next(self._start(sees_device))
+
+    def _give_next(self, worker: _Worker) -> None:
+        mine = (x for x in self.tasks if worker.sees_device or not x.needs_device)
+        task = next(mine, None)
+        if task is not None:
+            self._give(worker, task)
 
     def _give(self, worker: _Worker, task: Task) -> None:
         self.tasks.remove(task)

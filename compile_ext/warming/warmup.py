@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_ext.manifest import Manifest, sites
+from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import ArgumentError, WarmupError
 from compile_ext.planning import Plan, plan
@@ -20,6 +22,8 @@ from compile_ext.warming.load import device_for, loaded
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.targets import target_here
+
+_SLOW = 4.5  # seconds of a unit
 
 
 def warmup(
@@ -56,7 +60,7 @@ def warmup(
         progress: a bar on a terminal, else a line a kernel, on stderr.
         inputs: ``inputs(batch_size)``: the arguments of one call of the model, a tuple or a dict.
         target: the GPU to compile for; None: the one that is here.
-        budget_seconds: no unit is begun after that.
+        budget_seconds: no unit is begun after that; those of few tokens come first.
         strict: raise WarmupError where a unit has failed.
         load: launch each kernel once, where the target's GPU is here.
 
@@ -79,11 +83,12 @@ def warmup(
         engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
         if batch_sizes and inputs is not None:
             if target is not None:
-                problems += _compile_ahead(engine, model, batch_sizes, inputs, target, max_tokens)
+                ahead = functools.partial(_compile_ahead, engine, budget_seconds, max_tokens)
+                problems += ahead(model, batch_sizes, inputs, target)
             graphs = warm_graphs(model, batch_sizes, inputs)
         manifest = model_or_manifest if model is None else sites(model)
         planned = _plan(manifest, target, max_tokens)
-        warmed = engine.run(planned.units)
+        warmed = engine.run(_in_order(planned.units, budget_seconds))
     results, device = warmed.results, device_for(model, target) if load else None
     if device is not None:
         results = tuple(loaded(results, device))
@@ -112,13 +117,20 @@ def _plan(manifest: Manifest, target: Target | None, max_tokens: int) -> Plan:
     return plan(manifest, target, max_tokens)
 
 
+def _in_order(units: Sequence[CompileUnit], budget: float | None) -> list[CompileUnit]:
+    """Those of few tokens first, as they are; where all will be compiled, the slowest before them:
+    one that began last would be waited for alone (128 x 160 tiles of DeepGEMM take 10 s)."""
+    return sorted(units, key=lambda x: -x.seconds if budget is None and x.seconds > _SLOW else 0.0)
+
+
 def _compile_ahead(
     engine: Engine,
+    budget: float | None,
+    max_tokens: int,
     model: Any,
     batch_sizes: Sequence[int],
     inputs: Inputs,
     target: Target,
-    max_tokens: int,
 ) -> list[str]:
     """Compile what the graphs will call before they run and compile it one by one. What stood in
     the way is a warning: they run then as they are."""
@@ -131,7 +143,7 @@ def _compile_ahead(
             f" {first}): their kernels were compiled one after another; collect(model, ...) with"
             " example arguments and warm up its manifest first"
         ]
-    engine.run(_plan(foretold, target, max_tokens).units)
+    engine.run(_in_order(_plan(foretold, target, max_tokens).units, budget))
     return []
 
 

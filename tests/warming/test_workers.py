@@ -10,6 +10,7 @@ import pytest
 
 from compile_ext.ops.device import Target
 from compile_ext.warming import UnitResult, pool, warm_units
+from compile_ext.warming.capacity import Capacity
 
 Warm = Callable[..., dict[str, UnitResult]]
 forked = pytest.mark.usefixtures("forked")
@@ -56,16 +57,41 @@ def test_a_failure_costs_its_unit_alone(warm: Warm, folder: Path):
 
 
 @forked
-def test_a_compiler_that_needs_no_gpu_sees_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("needs_gpu", "seen"),
+    [
+        ((False, False), ["0", "blind", "1", "blind"]),
+        # One worker does all, in their order: to start another takes as long as a kernel.
+        ((False, True, False), ["0", "3", "1", "3", "2", "3"]),
+    ],
+)
+def test_a_worker_sees_the_gpu_if_a_unit_needs_one(
+    needs_gpu: tuple[bool, ...],
+    seen: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("compile_ext.warming.engine.visible_devices", lambda: "3")
-    words = "note-devices"
-    units = [
-        fake_jit.unit(f"{i}", words, (fake_jit.FAKE, fake_jit.ON_GPU)[i % 2]) for i in range(4)
-    ]
+    compilers = [fake_jit.ON_GPU if x else fake_jit.FAKE for x in needs_gpu]
+    units = [fake_jit.unit(f"{i}", "note-devices", x) for i, x in enumerate(compilers)]
     found = warm_units(units, Target((9, 0)), jobs=1, progress=False)
-    assert [x.status for x in found] == ["compiled"] * 4
-    # One worker after the other: the first one takes all units of its kind.
-    assert fake_jit.compiled() == ["0", "blind", "2", "blind", "1", "3", "3", "3"]
+    assert [x.status for x in found] == ["compiled"] * len(units)
+    assert fake_jit.compiled() == seen
+
+
+@forked
+def test_the_gpu_takes_fewer_workers_than_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("compile_ext.warming.engine.visible_devices", lambda: "3")
+    few = Capacity(jobs=2, device_jobs=1, bound_by="a small GPU")
+    monkeypatch.setattr("compile_ext.warming.engine.capacity", lambda units, jobs: few)
+    compilers = [fake_jit.ON_GPU, fake_jit.ON_GPU, fake_jit.FAKE]
+    words = "note-devices sleep=0.5"
+    units = [fake_jit.unit(f"{i}", words, x) for i, x in enumerate(compilers)]
+    found = warm_units(units, Target((9, 0)), progress=False)
+    assert [x.status for x in found] == ["compiled"] * 3
+    seen = [x for x in fake_jit.compiled() if x not in ("0", "1", "2")]
+    assert sorted(seen[:2]) == ["3", "blind"]
+    assert seen[2] == "3"
 
 
 @forked
