@@ -31,7 +31,7 @@ from compile_ext.tune.timing import Call, summary, synchronize
 
 ROUNDS, CALLS = 200, 50
 SETTLING = 20  # untimed: Python specialises its bytecode anew where a seal has set an attribute
-FP8, ROUTER = ("triton", "deep_gemm"), ("triton", "cute")
+FP8, ROUTER = ("triton", "deep_gemm"), ("triton_small_m", "cute")
 
 
 def compiled(backend: str) -> Call:
