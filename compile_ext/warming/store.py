@@ -18,14 +18,15 @@ import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Literal
 
 from compile_ext import checked_json
 from compile_ext.ops.compile_unit import Compiler, CompileUnit
 from compile_ext.warming import receipts
 from compile_ext.warming.receipts import Receipt
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 PRIVATE = ".compile_ext"
 
@@ -169,7 +170,7 @@ class Store:
     def stage(self) -> Iterator[Path]:
         """A folder for as long as the block lasts. Its lock says that its process lives."""
         owner = uuid.uuid4().hex  # never used twice: a lock that is free stays free
-        lock = FileLock(self._stages / f"{owner}.lock")
+        lock = _file_lock(self._stages / f"{owner}.lock")
         with lock:
             folder = self._stages / owner
             try:
@@ -181,20 +182,28 @@ class Store:
 
     def remove_left_stages(self) -> None:
         """Remove what dead processes have left."""
+        from filelock import Timeout
+
         for lock_file in self._stages.glob("*.lock"):
-            lock = FileLock(lock_file)
+            lock = _file_lock(lock_file)
             with contextlib.suppress(Timeout), lock.acquire(timeout=0):
                 shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
                 lock_file.unlink(missing_ok=True)
 
     def key_lock(self, key: str) -> FileLock:
         """Who holds it compiles this unit."""
-        return FileLock(self._locks / f"{receipts.file_name(key)}.lock")
+        return _file_lock(self._locks / f"{receipts.file_name(key)}.lock")
 
     def pool_lock(self) -> FileLock:
         """Who holds it runs the workers of this folder."""
-        return FileLock(self._locks / "pool.lock")
+        return _file_lock(self._locks / "pool.lock")
 
     def _installing(self) -> FileLock:
         """Held for moves within the folder: several units may share an entry."""
-        return FileLock(self._locks / "install.lock")
+        return _file_lock(self._locks / "install.lock")
+
+
+def _file_lock(path: Path) -> FileLock:
+    from filelock import FileLock  # 20 ms that `import compile_ext` need not pay
+
+    return FileLock(path)

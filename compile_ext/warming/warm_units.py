@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
-from compile_ext.warming.engine import Engine
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.results import UnitResult
 
@@ -30,6 +29,8 @@ def warm_units(
     Raises:
         KeyboardInterrupt: after all workers have ended; what they had finished stays.
     """
+    from compile_ext.warming.engine import Engine  # which `import compile_ext` need not
+
     with Progress(progress) as shown:
         engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
         return engine.run(units).results

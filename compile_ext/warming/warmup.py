@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compile_ext.manifest import Manifest, sites
 from compile_ext.ops.compile_unit import CompileUnit
@@ -16,12 +16,14 @@ from compile_ext.ops.device import Target
 from compile_ext.ops.errors import ArgumentError, WarmupError
 from compile_ext.planning import Plan, plan
 from compile_ext.warming.cache_dir import use_cache_dir
-from compile_ext.warming.engine import Engine
 from compile_ext.warming.graphs import GraphResult, Inputs, foretell, warm_graphs
 from compile_ext.warming.load import device_for, loaded
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.targets import target_here
+
+if TYPE_CHECKING:
+    from compile_ext.warming.engine import Engine
 
 _SLOW = 4.5  # seconds of a unit
 
@@ -70,6 +72,8 @@ def warmup(
         CacheFolderError: ``cache_dir`` comes too late for a library, or takes no file.
         ArgumentError: a number is no such number.
     """
+    from compile_ext.warming.engine import Engine  # 40 ms that `import compile_ext` need not pay
+
     start = time.monotonic()
     _check(max_tokens, jobs, budget_seconds)
     if cache_dir is not None:
