@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -76,10 +77,8 @@ class Pool:
     done: Callable[[UnitResult], None]
     _workers: list[_Worker] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _starts_failed: int = 0  # without one that did not fail in between
-
-    def __post_init__(self) -> None:
-        self._jobs = self.limits.jobs
+    # By whether they see the GPU: without one that did not fail in between.
+    _starts_failed: Counter[bool] = field(default_factory=Counter)
 
     def run(self) -> None:
         """Leaves no process behind, also when it is interrupted."""
@@ -113,7 +112,7 @@ class Pool:
         them and a task is left that needs it, and does what comes."""
         for worker in [x for x in self._workers if x.task is None]:
             self._give_next(worker)
-        while self.tasks and len(self._workers) < self._jobs:
+        while self.tasks and len(self._workers) < self.limits.jobs:
             with_device = sum(x.sees_device for x in self._workers)
             more = with_device < self.limits.device_jobs
             sees_device = more and any(x.needs_device for x in self.tasks)
@@ -158,7 +157,8 @@ class Pool:
             if isinstance(message, Reply):
                 self._finished(worker, message)
             elif message is not None:
-                worker.is_ready, self._starts_failed = True, 0
+                worker.is_ready = True
+                self._starts_failed[worker.sees_device] = 0
                 if worker.task is not None:
                     self._ask(worker)
         for worker in list(self._workers):
@@ -191,25 +191,25 @@ class Pool:
         seconds, task = worker.process.seconds, worker.task
         how = f"its worker {self._end(worker, _GRACE)}"
         if not worker.is_ready:
-            self._starts_failed += 1
             how = f"a worker did not start: it {how.removeprefix('its worker ')}"
-            if self._starts_failed >= ATTEMPTS:
-                self._jobs = len(self._workers)
-            if self._jobs == 0:
-                self._give_up(how, task)
-                return
-        if task is None:
-            return
-        if task.attempts < ATTEMPTS:
-            task.note = "; ".join(x for x in (task.note, how) if x)
-            self.tasks.append(task)
-        else:
-            self._fail(task, how, seconds)
+            self._starts_failed[worker.sees_device] += 1
+            if task is not None:
+                task.attempts += 1
+        if task is not None:
+            if task.attempts < ATTEMPTS:
+                task.note = "; ".join(x for x in (task.note, how) if x)
+                self.tasks.append(task)
+            else:
+                self._fail(task, how, seconds)
+        alike = [x for x in self._workers if x.sees_device == worker.sees_device]
+        if not alike and self._starts_failed[worker.sees_device] >= ATTEMPTS:
+            self._give_up(how)
 
-    def _give_up(self, how: str, task: Task | None) -> None:
-        for each in (*([task] if task else ()), *self.tasks):
-            self._fail(each, how, 0.0)
-        self.tasks.clear()
+    def _give_up(self, how: str) -> None:
+        """Workers of a kind do not start: fail what no other kind can do."""
+        for task in [x for x in self.tasks if x.needs_device or not self._workers]:
+            self.tasks.remove(task)
+            self._fail(task, how, 0.0)
 
     def _timed_out(self, worker: _Worker) -> None:
         task, seconds = worker.task, worker.process.seconds

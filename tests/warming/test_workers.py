@@ -95,6 +95,20 @@ def test_the_gpu_takes_fewer_workers_than_the_host(folder: Path, monkeypatch: py
 
 
 @forked
+def test_workers_that_do_not_start_on_the_gpu_fail_its_units_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("compile_ext.warming.engine.visible_devices", lambda: "dies")
+    few = Capacity(jobs=3, device_jobs=1, bound_by="a small GPU")
+    monkeypatch.setattr("compile_ext.warming.engine.capacity", lambda units, jobs: few)
+    units = [fake_jit.unit(f"{i}", "sleep=0.1", fake_jit.ON_GPU) for i in range(3)]
+    units += [fake_jit.unit(f"{i}", "sleep=0.1") for i in range(3, 6)]
+    found = warm_units(units, Target((9, 0)), progress=False)
+    assert [x.status for x in found] == ["failed"] * 3 + ["compiled"] * 3
+    assert {x.reason for x in found[:3]} == {"a worker did not start: it died of SIGKILL"}
+
+
+@forked
 def test_each_unit_is_told_on_stderr(warm: Warm, capsys: pytest.CaptureFixture[str]):
     warm("a", "b fail", progress=True)
     said = capsys.readouterr()
