@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered
+from compile_ext.ops import cute_support, deep_gemm_operands, deep_gemm_support
 from compile_ext.ops.call_site import CallSite, NotReachable
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.define import PINNED, Kernel, OpDefinition, definition_of, own_arguments
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.ops.registry import contract_of
 from compile_ext.ops.token_counts import limits
+from compile_ext.ops.triton_compiler import TRITON
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,21 @@ class PlannedSite:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """A compiler that is not here, so that other kernels run in the place of its own.
+
+    Args:
+        compiler: ``deep_gemm``, ``cute`` or ``triton``.
+        reason: why it cannot be used, and what to do.
+        ops: of the manifest, those that have a kernel of it.
+    """
+
+    compiler: str
+    reason: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What has to be compiled.
 
@@ -38,11 +56,13 @@ class Plan:
         units: none twice, those of few tokens first.
         sites: what each site needs of them.
         not_covered: what the units leave out, and why.
+        missing: compilers that ops could use and that are not here.
     """
 
     units: tuple[CompileUnit, ...]
     sites: tuple[PlannedSite, ...]
     not_covered: tuple[NotCovered, ...]
+    missing: tuple[Missing, ...] = ()
 
 
 def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
@@ -70,7 +90,28 @@ def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
                 units[unit.key] = unit
         sites.append(PlannedSite(site, kernels, tuple(x.key for x in found)))
     hot_first = sorted(units.values(), key=lambda x: (x.calls[0].m, x.compiler.name, x.kernel))
-    return Plan(tuple(hot_first), tuple(sites), tuple(not_covered))
+    missing = tuple(_missing(manifest, target))
+    return Plan(tuple(hot_first), tuple(sites), tuple(not_covered), missing)
+
+
+def _missing(manifest: Manifest, target: Target) -> Iterator[Missing]:
+    kernels: dict[str, set[str]] = {}
+    for site in manifest.sites:
+        with contextlib.suppress(AttributeError):  # an op that nobody has registered: said above
+            definition = definition_of(site.call.overload)
+            for kernel in definition.kernels if definition is not None else ():
+                kernels.setdefault(kernel.name.split("_small_m")[0], set()).add(_name(site.call))
+    why_not = {
+        "cute": cute_support.why_no_compiler,
+        "deep_gemm": deep_gemm_support.why_not,
+        "triton": lambda: TRITON.why_not(target),
+    }
+    for compiler, ask in why_not.items():
+        wanted = deep_gemm_operands.CAPABILITY if compiler == "deep_gemm" else None
+        if compiler in kernels and wanted in (None, target.capability):
+            reason = ask()
+            if reason is not None:
+                yield Missing(compiler, reason, tuple(sorted(kernels[compiler])))
 
 
 def _name(call: CallSite) -> str:

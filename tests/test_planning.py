@@ -86,6 +86,18 @@ def test_an_op_that_nobody_registered_is_left_out_with_the_reason() -> None:
     assert len(found.sites) == 1
 
 
+def test_a_compiler_that_is_not_here_is_named_with_the_reason() -> None:
+    both = manifest(router(64, 128), block_scaled(64, 128))
+    found = {x.compiler: x for x in plan(both, H200, 8).missing}
+    # Triton interprets in the tests; neither of the other two is installed with them.
+    assert found["deep_gemm"].ops == ("compile_ext::block_scaled_mm",)
+    assert found["deep_gemm"].reason.startswith("DeepGEMM is not installed: ")
+    assert found["cute"].ops == ("compile_ext::router_gemm",)
+    assert set(found) <= {"deep_gemm", "cute", "triton"}
+    elsewhere = plan(both, Target((8, 9)), 8)
+    assert "deep_gemm" not in {x.compiler for x in elsewhere.missing}
+
+
 class Jit:
     name, needs_device = "jit", False
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from compile_ext.manifest import NotCovered
 from compile_ext.ops.device import Target
-from compile_ext.planning import Plan
+from compile_ext.planning import Missing, Plan
 from compile_ext.warming.graphs import GraphResult
 from compile_ext.warming.results import UnitResult
 
@@ -112,6 +112,7 @@ class WarmupReport:
             "units": units,
             "graphs": [asdict(x) for x in self.graphs],
             "not_covered": [asdict(x) for x in self.not_covered],
+            "missing": [asdict(x) for x in self.plan.missing],
         }
 
     def __str__(self) -> str:
@@ -139,6 +140,7 @@ class WarmupReport:
             parts.append(self._table("not compiled", left))
         parts += [Text(_graph(x)) for x in self.graphs]
         parts += [Text(_not_covered(x)) for x in self.not_covered]
+        parts += [Text(_missing(x)) for x in self.plan.missing]
         return Group(*parts)
 
     def summary(self) -> str:
@@ -172,6 +174,11 @@ class WarmupReport:
 def _graph(x: GraphResult) -> str:
     made = f"failed: {x.reason}" if x.reason else f"{x.graphs} graphs compiled"
     return f"batch size {x.batch_size}: {made}, {x.seconds:.1f} s"
+
+
+def _missing(x: Missing) -> str:
+    ops = ", ".join(op.removeprefix("compile_ext::") for op in x.ops)
+    return f"without {x.compiler}, so other kernels run {ops}: {x.reason}"
 
 
 def _not_covered(x: NotCovered) -> str:
