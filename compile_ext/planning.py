@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ def _missing(manifest: Manifest, target: Target) -> Iterator[Missing]:
             definition = definition_of(site.call.overload)
             for kernel in definition.kernels if definition is not None else ():
                 kernels.setdefault(kernel.name.split("_small_m")[0], set()).add(_name(site.call))
-    why_not = {
+    why_not: dict[str, Callable[[], str | None]] = {
         "cute": cute_support.why_no_compiler,
         "deep_gemm": deep_gemm_support.why_not,
         "triton": lambda: TRITON.why_not(target),

@@ -36,7 +36,7 @@ def inputs(size: int) -> tuple[Tensor]:
 
 
 def compiled(model: Any, **how: Any) -> Any:
-    options = {"compile_ext.inner": "eager"}
+    options: Any = {"compile_ext.inner": "eager"}
     return torch.compile(model, backend="compile_ext", options=options, **how)
 
 
@@ -57,7 +57,8 @@ def test_what_the_graphs_of_a_gpu_will_call_is_seen_without_one() -> None:
     assert {x.modules for x in found.sites if x.call.n is not None} == {
         ("one",)
     }  # tied: its first name
-    assert not model.seen.any()
+    seen: Any = model.seen
+    assert not seen.any()
     assert all(not x.is_meta for x in (*model.parameters(), *model.buffers()))
 
 
