@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Engine:
         jobs: most worker processes; None: as many as the machine takes.
         budget_seconds: after which no unit is begun.
         progress: told of what happens.
+        load: makes the result of a kernel that is on disk; called while others are compiled.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Engine:
         jobs: int | None,
         budget_seconds: float | None,
         progress: Progress,
+        load: Callable[[UnitResult], UnitResult] | None = None,
     ) -> None:
-        self._given, self._jobs, self._progress = target, jobs, progress
+        self._given, self._jobs, self._progress, self._load = target, jobs, progress, load
         self._budget = budget_seconds
         self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
         self._wanted: dict[CompileUnit, None] = {}
@@ -185,11 +187,13 @@ class Engine:
         return Task(unit, request, note)
 
     def _done(self, result: UnitResult) -> None:
-        self._note(result)
-        self._progress.done(result)
+        self._progress.done(self._note(result))
 
-    def _note(self, result: UnitResult) -> None:
+    def _note(self, result: UnitResult) -> UnitResult:
+        if self._load is not None and result.status in ("compiled", "cached"):
+            result = self._load(result)
         self._results[result.unit] = result
+        return result
 
 
 def late(budget: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,17 +28,13 @@ def device_for(model: Any, target: Target | None) -> torch.device | None:
     return torch.device("cuda", index)
 
 
-def loaded(results: Iterable[UnitResult], device: torch.device) -> Iterator[UnitResult]:
-    """The results, after their kernels were launched; one that cannot be has failed."""
-    with torch.cuda.device(device), torch.inference_mode():
-        for result in results:
-            yield _loaded(result, device) if result.status in ("compiled", "cached") else result
-
-
-def _loaded(result: UnitResult, device: torch.device) -> UnitResult:
+def load_kernel(result: UnitResult, device: torch.device) -> UnitResult:
+    """The result of a kernel that is on disk, after it was launched there; one that cannot be has
+    failed."""
     try:
-        run_calls(result.unit.calls, device)
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device), torch.inference_mode():
+            run_calls(result.unit.calls, device)
+            torch.cuda.synchronize(device)
     except Exception as error:  # of any library; the report has it
         reason = f"is on disk, and cannot be launched: {type(error).__name__}: {error}"
         return replace(result, status="failed", reason=reason)

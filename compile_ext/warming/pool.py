@@ -87,11 +87,9 @@ class Pool:
                 self._skip_late_tasks()
                 self._assign()
                 self._wait()
-            for worker in self._workers:
-                worker.process.dismiss()
-            for worker in list(self._workers):
-                self._end(worker, _GRACE)
         finally:
+            # Killed: nothing of theirs is unfinished, and a process that has used CUDA takes a
+            # second to end by itself.
             for worker in list(self._workers):
                 self._end(worker)
             self._selector.close()

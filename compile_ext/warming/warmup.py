@@ -17,7 +17,7 @@ from compile_ext.ops.errors import ArgumentError, WarmupError
 from compile_ext.planning import Plan, plan
 from compile_ext.warming.cache_dir import use_cache_dir
 from compile_ext.warming.graphs import GraphResult, Inputs, foretell, warm_graphs
-from compile_ext.warming.load import device_for, loaded
+from compile_ext.warming.load import device_for, load_kernel
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.targets import target_here
@@ -25,7 +25,7 @@ from compile_ext.warming.targets import target_here
 if TYPE_CHECKING:
     from compile_ext.warming.engine import Engine
 
-_SLOW = 4.5  # seconds of a unit
+_SLOW = 2.0  # seconds of a unit
 
 
 def warmup(
@@ -83,8 +83,15 @@ def warmup(
     target = target or target_here()
     graphs: tuple[GraphResult, ...] = ()
     problems: list[str] = []
+    device = device_for(model, target) if load else None
     with Progress(progress) as shown:
-        engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
+        engine = Engine(
+            target,
+            jobs=jobs,
+            budget_seconds=budget_seconds,
+            progress=shown,
+            load=None if device is None else functools.partial(load_kernel, device=device),
+        )
         if batch_sizes and inputs is not None:
             if target is not None:
                 ahead = functools.partial(_compile_ahead, engine, budget_seconds, max_tokens)
@@ -93,11 +100,8 @@ def warmup(
         manifest = model_or_manifest if model is None else sites(model)
         planned = _plan(manifest, target, max_tokens)
         warmed = engine.run(_in_order(planned.units, budget_seconds))
-    results, device = warmed.results, device_for(model, target) if load else None
-    if device is not None:
-        results = tuple(loaded(results, device))
     report = WarmupReport(
-        results,
+        warmed.results,
         graphs,
         planned,
         target,
@@ -122,8 +126,9 @@ def _plan(manifest: Manifest, target: Target | None, max_tokens: int) -> Plan:
 
 
 def _in_order(units: Sequence[CompileUnit], budget: float | None) -> list[CompileUnit]:
-    """Those of few tokens first, as they are; where all will be compiled, the slowest before them:
-    one that began last would be waited for alone (128 x 160 tiles of DeepGEMM take 10 s)."""
+    """Those of few tokens first, as they are; where all will be compiled, the slow ones before
+    them: one that began last would be waited for alone (a kernel of DeepGEMM takes 3 to 10 s, one
+    of Triton 1 s)."""
     return sorted(units, key=lambda x: -x.seconds if budget is None and x.seconds > _SLOW else 0.0)
 
 
