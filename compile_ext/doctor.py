@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from compile_ext.ops import cute_support, deep_gemm_support, device_tables, triton_support
 from compile_ext.ops.define import definitions
 from compile_ext.ops.device_tables import DeviceTables
+from compile_ext.ops.installed import release_of
 from compile_ext.ops.kernel_table import Table
 
 
@@ -66,7 +66,7 @@ def _devices() -> Iterator[Finding]:
 def _triton() -> Finding:
     use = "any shape, bias and dtype; few tokens"
     if triton_support.is_installed():
-        return Finding("Triton", _version("triton"), use)
+        return Finding("Triton", release_of("triton"), use)
     return Finding("Triton", "", use, "pip install triton: a CUDA build of torch brings its own")
 
 
@@ -79,7 +79,7 @@ def _toolkit() -> Finding:
 def _deep_gemm() -> Finding:
     use = "block-scaled FP8 on Hopper"
     return Finding(
-        "DeepGEMM", _version(deep_gemm_support.PACKAGE), use, deep_gemm_support.why_not()
+        "DeepGEMM", release_of(deep_gemm_support.PACKAGE), use, deep_gemm_support.why_not()
     )
 
 
@@ -88,7 +88,7 @@ def _cute_dsl() -> Finding:
     reason = cute_support.why_no_compiler()
     return Finding(
         "CuTe DSL",
-        _version(cute_support.PACKAGE),
+        release_of(cute_support.PACKAGE),
         "routers of few tokens on Hopper",
         reason and f"{reason}, where the kernels are not on disk",
     )
@@ -134,10 +134,3 @@ def _failures() -> Iterator[Finding]:
             for device, reason in kernel.failures.items():
                 name = f"{kernel.name} on {device}"
                 yield Finding(name, "", definition.name, f"gave up in this process: {reason}")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

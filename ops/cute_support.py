@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
 
 from compile_ext.ops import device
+from compile_ext.ops.installed import release_of
 
 MIN_CAPABILITY = (9, 0)  # Hopper: PDL and clusters
 PACKAGE = "nvidia-cutlass-dsl"
@@ -29,8 +29,8 @@ def why_not(x: Tensor, *_: object) -> str | None:
 def why_no_compiler() -> str | None:
     """Why nothing can be compiled here, and what to do about it, or None. Asked once: what is
     installed later needs a new process."""
-    found = _release(PACKAGE)
-    if found is None:
+    found = release_of(PACKAGE)
+    if not found:
         return f"CuTe DSL is not installed: {INSTALL}"
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < MIN_RELEASE:
         return f"CuTe DSL {found} is older than {'.'.join(map(str, MIN_RELEASE))}: {INSTALL}"
@@ -42,16 +42,9 @@ def compiler() -> str | None:
     """CuTe DSL's release and the CUDA that it compiles with, or None where there is none."""
     if why_no_compiler() is not None:
         return None
-    return f"{_release(PACKAGE)}+cu{13 if _release(f'{PACKAGE}-libs-cu13') else 12}"
+    return f"{release_of(PACKAGE)}+cu{13 if release_of(f'{PACKAGE}-libs-cu13') else 12}"
 
 
 def arch(capability: device.Capability) -> str:
     """What to compile for: with the features of this one architecture, so for no newer one."""
     return f"sm_{capability[0]}{capability[1]}a"
-
-
-def _release(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

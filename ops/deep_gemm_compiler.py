@@ -24,6 +24,7 @@ from compile_ext.ops.call_site import Call, run_calls
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.deep_gemm_config import Kind
 from compile_ext.ops.device import Target
+from compile_ext.ops.installed import release_of
 from compile_ext.ops.launches import Launch
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ KINDS: dict[str, Kind] = {
 MAX_TOKENS = 16384  # of a site without a limit, where all its kernels have to be tried
 # By block_n; the others take 2.5 to 4.8 s (16 at once on 16 cores, nvcc 13.0).
 _SECONDS = {96: 5.5, 160: 9.0, 192: 7.0}
-_ENTRIES = "cache"  # the folder of the entries, in the library's own
 # Environment variables that change what is compiled, and so the library's key.
 _FLAGS = (
     "DG_JIT_USE_NVRTC",
@@ -65,17 +65,17 @@ class DeepGemmCompiler:
         return deep_gemm_support.why_not()
 
     def folder(self) -> Path:
-        return deep_gemm_support.cache_folder() / _ENTRIES
+        return deep_gemm_support.entries_folder()
 
     def compile(self, unit: CompileUnit, target: Target, stage: Path) -> None:
         """Where the library compiles another kernel than was foretold, all that the calls of the
         site can need."""
-        private = stage.parent / "deep_gemm"  # of this process: the library reads its name once
-        deep_gemm_support.use_cache(private)
+        # Of this process: the library reads the name once.
+        deep_gemm_support.use_cache(stage.parent / "deep_gemm")
         run_calls(unit.calls, "cuda")
         torch.cuda.synchronize()
         foretold = dict(unit.made_from)["tile"]
-        found = [tile for x in _made(private) if (tile := tile_of(x)) is not None]
+        found = [tile for x in _made() if (tile := tile_of(x)) is not None]
         if found and foretold not in found:
             log.warning(
                 "DeepGEMM has compiled %s where %s was foretold: this release chooses another way"
@@ -84,7 +84,7 @@ class DeepGemmCompiler:
             )
             run_calls(_cover(unit.calls[0]), "cuda")
             torch.cuda.synchronize()
-        for entry in _made(private):
+        for entry in _made():
             entry.rename(stage / entry.name)
 
     def arrived(self, entry: Path) -> tuple[str, ...]:
@@ -127,9 +127,9 @@ def _cover(call: Call) -> list[Call]:
     return [replace(call, m=m) for m in sorted(set(tokens)) if low <= m <= last]
 
 
-def _made(private: Path) -> list[Path]:
-    """The entries in a cache folder of a process's own."""
-    return sorted(x for x in (private / _ENTRIES).glob("*") if x.is_dir())
+def _made() -> list[Path]:
+    """The entries in the cache folder, which is this process's own."""
+    return sorted(x for x in deep_gemm_support.entries_folder().glob("*") if x.is_dir())
 
 
 def _multiprocessors(target: Target) -> int:
@@ -157,7 +157,7 @@ def _library() -> dict[str, str]:
     library = importlib.import_module("deep_gemm")
     nvcc = deep_gemm_support.nvcc()
     return {
-        "deep_gemm": deep_gemm_support.release(),
+        "deep_gemm": release_of(deep_gemm_support.PACKAGE),
         "installed": str(Path(str(library.__file__)).parent),
         "nvcc": deep_gemm_support.nvcc_release(nvcc) if nvcc else "",
         "flags": ", ".join(f"{x}={os.environ[x]}" for x in _FLAGS if os.environ.get(x)),

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -152,18 +151,15 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".deep_gemm"
 
 
+def entries_folder() -> Path:
+    """Where each compiled kernel has a folder, in ``cache_folder()``."""
+    return cache_folder() / "cache"
+
+
 def use_cache(folder: Path) -> None:
     """From now on DeepGEMM keeps what it compiles in ``folder``: it reads the name at its first
     call, so before that."""
     os.environ[_CACHE_VARIABLE] = str(folder)
-
-
-def release() -> str:
-    """Of the package, "" where it is installed by other means."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return ""
 
 
 @functools.cache

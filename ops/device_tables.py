@@ -15,7 +15,6 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from compile_ext.ops import cache_folder, deep_gemm_support, device, kernel_table
 from compile_ext.ops.errors import TableError
+from compile_ext.ops.installed import release_of
 from compile_ext.ops.kernel_table import Row, Table
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def machine(index: int) -> Machine:
     """CUDA device ``index``, and the versions of what its kernels come from."""
     major, minor = torch.cuda.get_device_capability(index)
     versions = {"driver": driver(), "torch": torch.__version__}
-    versions |= {name: _version(package) for name, package in _PACKAGES.items()}
+    versions |= {name: release_of(package) for name, package in _PACKAGES.items()}
     return Machine(f"sm_{major}{minor}", torch.cuda.get_device_name(index), versions)
 
 
@@ -173,13 +173,6 @@ def driver() -> str:
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
     functions: Any = torch._C  # without CUDA it lacks this one
     return found[1] if found else f"CUDA {functions._cuda_getDriverVersion()}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _read(path: Path, problems: list[str]) -> Table | None:

@@ -29,7 +29,6 @@ from compile_ext.sealing.telling import tell
 
 log = logging.getLogger("compile_ext.seal")
 _BYTE, _REFUSE = "noted", "refuse"  # files that the script knows
-_ENTRIES = "cache"  # of the library, in its folder
 _POLL_SECONDS = 0.5
 _LEFT_SECONDS = 2.0  # a note this old is of no call of this package, which would have taken it
 
@@ -118,7 +117,7 @@ class DeepGemmWatch:
                 note.unlink()
             if not deep_gemm_nvcc.stands_between():
                 for name in sorted(_entries() - self._known):
-                    source = deep_gemm_support.cache_folder() / _ENTRIES / name / "kernel.cu"
+                    source = deep_gemm_support.entries_folder() / name / "kernel.cu"
                     if source.exists() and source.stat().st_mtime <= latest:
                         self._known.add(name)
                         sources.append(source.read_text(errors="replace"))
@@ -135,7 +134,7 @@ class DeepGemmWatch:
 
 
 def _entries() -> set[str]:
-    folder = deep_gemm_support.cache_folder() / _ENTRIES
+    folder = deep_gemm_support.entries_folder()
     return set(os.listdir(folder)) if folder.is_dir() else set()
 
 

@@ -49,8 +49,8 @@ def forget() -> None:
         asked.cache_clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:
-    monkeypatch.setattr(cute_support, "_release", lambda package: release)
+def install(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(cute_support, "release_of", lambda package: release)
     forget()
 
 
@@ -191,7 +191,7 @@ def test_without_cute_dsl_a_kernel_on_disk_runs(
     driver: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel().prepare(Parameters(7168), HOPPER)
-    install(monkeypatch, None)
+    install(monkeypatch, "")
     here = kernel()
     assert here.why_not(on_cuda(), Parameters(7168)) is None
     here.launch(on_cuda(), Parameters(7168), 1, 0, 0, pdl=False)
