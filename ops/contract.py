@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+from compile_ext.ops.compile_unit import CompileUnits
 from compile_ext.ops.errors import ContractError
 
 Layout = Literal["nt", "nn"]
@@ -120,7 +121,7 @@ class OpContract:
     overwritten: tuple[str, ...] = ()
     prewait_reads: tuple[str, ...] = ()
     m1_variant: OpOverload | None = None
-    compile_units: Callable[..., Any] | None = None
+    compile_units: CompileUnits | None = None
 
     def __post_init__(self) -> None:
         _freeze(self, "align")

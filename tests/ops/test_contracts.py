@@ -225,7 +225,7 @@ def test_accepts_a_contract_with_every_field(ops):
         overwritten=("out",),
         prewait_reads=("w", "scale", "bias"),
         m1_variant=ops.gemm_m1.default,
-        compile_units=lambda site, target, max_tokens: [],
+        compile_units=lambda site, target, max_tokens: (),
     )
     compile_ext.register_contract(ops.gemm.default, declared)
     assert contract_of(ops.gemm.default) is declared

@@ -201,7 +201,7 @@ def test_the_report_reads_like_this(define):
         gemm=Gemm(a="x", b="w"),
         align={"n": Align(4, pad={"w": 0})},
         prewait_reads=("w",),
-        compile_units=lambda *_: [],
+        compile_units=lambda *_: (),
     )
     op = define("gemm(Tensor x, Tensor w) -> Tensor", lambda x, w: x @ w.t(), contract)
     report = check_contract(op, (torch.ones(2, 3), torch.ones(4, 3)))
