@@ -15,6 +15,7 @@ from call_sites import H200
 
 from compile_ext.demo.decoder import Config, Decoder
 from compile_ext.manifest import Manifest, collect
+from compile_ext.manifest.file import from_text, to_text
 from compile_ext.ops.device import as_if_on
 from compile_ext.planning import plan
 
@@ -32,8 +33,7 @@ def collected() -> Manifest:
 if __name__ == "__main__":
     first = collected()
     found = plan(first, H200, 8192)
-    torch._dynamo.reset()
-    again = plan(collected(), H200, 8192)
+    again = plan(from_text(to_text(first), "-"), H200, 8192)  # as an image build plans it
     planned = {x.site.call.op[len("compile_ext::") : -len(".default")]: x for x in found.sites}
     print(
         json.dumps(

@@ -170,6 +170,4 @@ def test_explain_shows_the_same_as_without_the_calls() -> None:
 
     x = torch.randn(5, 8)
     assert len(compile_ext.collect(norm, x).sites) == 1
-    rows = compile_ext.explain(norm).rows
-    assert [d.pass_name for row in rows for d in row.decisions] == []
-    assert rows == ()
+    assert compile_ext.explain(norm).rows == ()
