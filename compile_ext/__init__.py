@@ -9,11 +9,12 @@ from compile_ext.explain import explain
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered, collect, sites
 from compile_ext.marks import mark_router
 from compile_ext.ops.contract import Align, Gemm, Memory, OpContract, Pad
+from compile_ext.ops.device import Target, as_if_on
 from compile_ext.ops.errors import CompileExtError, SealError
 from compile_ext.ops.registry import register_contract
 from compile_ext.report import Fallback, Report, Row
 from compile_ext.sealing import CompileEvent, seal
-from compile_ext.warming import Certificate, WarmupReport, warmup
+from compile_ext.warming import Certificate, WarmupReport, target_named, warmup
 from compile_ext.weights import prepare, refresh, restore
 
 __version__ = "0.1.0"
@@ -34,7 +35,9 @@ __all__ = [
     "Report",
     "Row",
     "SealError",
+    "Target",
     "WarmupReport",
+    "as_if_on",
     "collect",
     "explain",
     "mark_router",
@@ -45,5 +48,6 @@ __all__ = [
     "restore",
     "seal",
     "sites",
+    "target_named",
     "warmup",
 ]
