@@ -85,7 +85,7 @@ class CuteKernel:
         """
         noted = launches.recorder()
         if noted is not None:
-            noted.append(self.noted(parameters, device.capability(x) or (0, 0)))
+            noted.append(self.launch_of(parameters, device.capability(x) or (0, 0)))
             return
         index = x.get_device()
         at = parameters, _capability(index)
@@ -98,7 +98,7 @@ class CuteKernel:
         key = self.key(parameters, capability)
         return _obtain(self.source, self.builder, parameters, capability, key)[1]
 
-    def noted(self, parameters: Parameters, capability: device.Capability) -> launches.Launch:
+    def launch_of(self, parameters: Parameters, capability: device.Capability) -> launches.Launch:
         """The launch with these parameters, and how to compile its kernel."""
         key = self.key(parameters, capability)
         made_from = (*key.made_from, ("compiler", str(key.compiler)))

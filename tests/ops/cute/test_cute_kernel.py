@@ -169,7 +169,7 @@ def test_a_launch_is_noted_by_what_is_compiled_for_it() -> None:
     assert [x.kernel for x in noted] == ["router_dot_cute_kernel"] * 3
     first, second, again = (x.key for x in noted)
     assert first == again != second
-    other = kernel().noted(Parameters(7168), (10, 0))
+    other = kernel().launch_of(Parameters(7168), (10, 0))
     assert other.key != first
 
 
