@@ -142,3 +142,8 @@ class CertificateError(CompileExtError, ValueError):
 
 class CaptureError(CompileExtError, RuntimeError):
     """A derived constant would have to be computed while a CUDA graph is captured."""
+
+
+def in_one_line(error: Exception) -> str:
+    """``RuntimeError: <the first line of its text>``, of an error of anyone's."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

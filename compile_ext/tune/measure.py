@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compile_ext.ops.define import Kernel, OpDefinition
+from compile_ext.ops.errors import in_one_line
 from compile_ext.tune.choose import Timing
 from compile_ext.tune.operands import Arguments, Operands, Weights
 from compile_ext.tune.timing import Call, captured, in_turn, summary
@@ -95,7 +96,7 @@ def measure(
                 continue
         # Compilers and libraries raise whatever they like: it is reported, and the others go on.
         except Exception as error:
-            fault = f"{type(error).__name__}: {_first_line(error)}"
+            fault = in_one_line(error)
         faults[kernel.name] = fault
     times = clock.times(calls) if calls else {}
     timings = {name: _timing(us, len(layers)) for name, us in times.items()}
@@ -131,7 +132,3 @@ def _all_layers(kernel: Kernel, layers: list[Arguments]) -> Call:
 def _timing(us: list[float], layers: int) -> Timing:
     found = summary([t / layers for t in us])
     return Timing(found["us"], found["quartile_low_us"], found["quartile_high_us"])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

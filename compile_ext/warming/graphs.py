@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from compile_ext import records
 from compile_ext.manifest import Manifest, collect
 from compile_ext.ops.device import Target, as_if_on
+from compile_ext.ops.errors import in_one_line
 from compile_ext.tensors import original
 
 # Of each batch size: with CUDA graphs the first call of a size warms up, the second records, and
@@ -80,8 +81,7 @@ def warm_graphs(model: Any, batch_sizes: Sequence[int], inputs: Inputs) -> tuple
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except Exception as error:  # of the model, or its compilation: of one size alone
-            first = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{type(error).__name__}: {first}"
+            reason = in_one_line(error)
         graphs = len(set(records.live()) - before)
         found.append(GraphResult(size, graphs, time.monotonic() - start, reason))
     return tuple(found)

@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from compile_ext.manifest import Manifest, sites
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
-from compile_ext.ops.errors import ArgumentError, WarmupError
+from compile_ext.ops.errors import ArgumentError, WarmupError, in_one_line
 from compile_ext.planning import Plan, plan
 from compile_ext.warming.cache_dir import use_cache_dir
 from compile_ext.warming.graphs import GraphResult, Inputs, foretell, warm_graphs
@@ -21,9 +21,6 @@ from compile_ext.warming.load import device_for, load_kernel
 from compile_ext.warming.progress import Progress
 from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.targets import target_here
-
-if TYPE_CHECKING:
-    from compile_ext.warming.engine import Engine
 
 _SLOW = 2.0  # seconds of a unit
 
@@ -40,10 +37,9 @@ def warmup(
     target: Target | None = None,
     budget_seconds: float | None = None,
     strict: bool = False,
-    load: bool = True,
 ) -> WarmupReport:
     """Compile every kernel that calls of 1 to ``max_tokens`` tokens can reach, in parallel, each
-    once on this host; then launch each once here, so that it is loaded.
+    once on this host; and where the target's GPU is here, launch each once, so that it is loaded.
 
     What was compiled before is found on disk, checked against its checksums, and not compiled
     again. A second warmup on this host waits for the first one. Ctrl-C ends the workers and raises
@@ -64,7 +60,6 @@ def warmup(
         target: the GPU to compile for; None: the one that is here.
         budget_seconds: no unit is begun after that; those of few tokens come first.
         strict: raise WarmupError where a unit has failed.
-        load: launch each kernel once, where the target's GPU is here.
 
     Raises:
         WarmupError: ``strict``, and a unit has failed; the others are kept.
@@ -82,8 +77,8 @@ def warmup(
     _check_graphs(model, batch_sizes, inputs)
     target = target or target_here()
     graphs: tuple[GraphResult, ...] = ()
-    problems: list[str] = []
-    device = device_for(model, target) if load else None
+    problems: tuple[str, ...] = ()
+    device = device_for(model, target)
     with Progress(progress) as shown:
         engine = Engine(
             target,
@@ -94,8 +89,8 @@ def warmup(
         )
         if batch_sizes and inputs is not None:
             if target is not None:
-                ahead = functools.partial(_compile_ahead, engine, budget_seconds, max_tokens)
-                problems += ahead(model, batch_sizes, inputs, target)
+                foretold, problems = _foretold(model, batch_sizes, inputs, target)
+                engine.run(_in_order(plan(foretold, target, max_tokens).units, budget_seconds))
             graphs = warm_graphs(model, batch_sizes, inputs)
         manifest = model_or_manifest if model is None else sites(model)
         planned = _plan(manifest, target, max_tokens)
@@ -132,35 +127,27 @@ def _in_order(units: Sequence[CompileUnit], budget: float | None) -> list[Compil
     return sorted(units, key=lambda x: -x.seconds if budget is None and x.seconds > _SLOW else 0.0)
 
 
-def _compile_ahead(
-    engine: Engine,
-    budget: float | None,
-    max_tokens: int,
-    model: Any,
-    batch_sizes: Sequence[int],
-    inputs: Inputs,
-    target: Target,
-) -> list[str]:
-    """Compile what the graphs will call before they run and compile it one by one. What stood in
-    the way is a warning: they run then as they are."""
+def _foretold(
+    model: Any, batch_sizes: Sequence[int], inputs: Inputs, target: Target
+) -> tuple[Manifest, tuple[str, ...]]:
+    """What the graphs will call, to compile it before they run and compile it one by one; and what
+    stood in the way, a warning: they run then as they are."""
     try:
-        foretold = foretell(model, batch_sizes, inputs, target)
+        return foretell(model, batch_sizes, inputs, target), ()
     except Exception as error:  # of the model, which needs data to go on
-        first = (str(error).strip().splitlines() or [""])[0]
-        return [
-            f"what the graphs call could not be seen before they ran ({type(error).__name__}:"
-            f" {first}): their kernels were compiled one after another; collect(model, ...) with"
-            " example arguments and warm up its manifest first"
-        ]
-    engine.run(_in_order(_plan(foretold, target, max_tokens).units, budget))
-    return []
+        said = (
+            f"what the graphs call could not be seen before they ran ({in_one_line(error)}): their"
+            " kernels were compiled one after another; collect(model, ...) with example arguments"
+            " and warm up its manifest first"
+        )
+        return Manifest(), (said,)
 
 
 def _warnings(manifest: Manifest, planned: Plan, target: Target | None) -> Iterator[str]:
     if target is None:
         yield (
             "nothing was compiled: there is no GPU here, and no target was named: pass"
-            ' target=target_named("sm_90"), or run where the GPU is'
+            ' target=compile_ext.target_named("sm_90"), or run where the GPU is'
         )
     elif manifest.sites and not planned.units:
         yield (

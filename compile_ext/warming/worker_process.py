@@ -72,11 +72,6 @@ class WorkerProcess:
         self._buffer += data
         return take(self._buffer)
 
-    def dismiss(self) -> None:
-        """Let it end by itself, now that it has nothing to do."""
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-
     def end(self, grace: float = 0.0) -> str:
         """Kill it after ``grace`` seconds, with all that it has started.
 
@@ -88,7 +83,8 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):  # where this process ignores SIGCHLD
             os.killpg(pid, signal.SIGKILL)  # not yet waited for: the id is still its own
         code = self._process.wait()
-        self.dismiss()
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
         self._replies.close()
         with self._errors:
             size = self._errors.seek(0, os.SEEK_END)
