@@ -6,7 +6,6 @@ from compile_ext.warming.certificate import Certificate
 from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.results import UnitResult
 from compile_ext.warming.targets import target_named
-from compile_ext.warming.warm_units import warm_units
 from compile_ext.warming.warmup import warmup
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "UnitResult",
     "WarmupReport",
     "target_named",
-    "warm_units",
     "warmup",
 ]

@@ -9,9 +9,10 @@ from typing import Any
 import fake_jit
 import pytest
 from forks import Fork, ForkedWorker
+from warm_units import warm_units
 
 from compile_ext.ops.device import Target
-from compile_ext.warming import UnitResult, warm_units, worker_process
+from compile_ext.warming import UnitResult, worker_process
 
 TARGET = Target((9, 0))
 
@@ -39,7 +40,7 @@ def warm(folder: Path) -> Warm:
     def run(*texts: str, **options: Any) -> dict[str, UnitResult]:
         parts = [text.partition(" ") for text in texts]
         units = [fake_jit.unit(key, words) for key, _, words in parts]
-        results = warm_units(units, TARGET, **{"progress": False, "jobs": 1, **options})
+        results = warm_units(units, TARGET, **{"jobs": 1, **options})
         assert [x.unit for x in results] == units
         return {x.unit.key: x for x in results}
 

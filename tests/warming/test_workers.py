@@ -7,9 +7,10 @@ from pathlib import Path
 
 import fake_jit
 import pytest
+from warm_units import warm_units
 
 from compile_ext.ops.device import Target
-from compile_ext.warming import UnitResult, warm_units
+from compile_ext.warming import UnitResult
 from compile_ext.warming.capacity import Capacity
 
 Warm = Callable[..., dict[str, UnitResult]]
@@ -74,7 +75,7 @@ def test_a_worker_sees_the_gpu_if_a_unit_needs_one(
     monkeypatch.setattr("compile_ext.warming.engine.visible_devices", lambda: "3")
     compilers = [fake_jit.ON_GPU if x else fake_jit.FAKE for x in needs_gpu]
     units = [fake_jit.unit(f"{i}", "note-devices", x) for i, x in enumerate(compilers)]
-    found = warm_units(units, Target((9, 0)), jobs=1, progress=False)
+    found = warm_units(units, Target((9, 0)), jobs=1)
     assert [x.status for x in found] == ["compiled"] * len(units)
     assert fake_jit.compiled() == seen
 
@@ -87,7 +88,7 @@ def test_the_gpu_takes_fewer_workers_than_the_host(folder: Path, monkeypatch: py
     compilers = [fake_jit.ON_GPU, fake_jit.ON_GPU, fake_jit.FAKE]
     words = "note-devices sleep=0.5"
     units = [fake_jit.unit(f"{i}", words, x) for i, x in enumerate(compilers)]
-    found = warm_units(units, Target((9, 0)), progress=False)
+    found = warm_units(units, Target((9, 0)))
     assert [x.status for x in found] == ["compiled"] * 3
     seen = [x for x in fake_jit.compiled() if x not in ("0", "1", "2")]
     assert sorted(seen[:2]) == ["3", "blind"]
@@ -103,7 +104,7 @@ def test_workers_that_do_not_start_on_the_gpu_fail_its_units_alone(
     monkeypatch.setattr("compile_ext.warming.engine.capacity", lambda units, jobs: few)
     units = [fake_jit.unit(f"{i}", "sleep=0.1", fake_jit.ON_GPU) for i in range(3)]
     units += [fake_jit.unit(f"{i}", "sleep=0.1") for i in range(3, 6)]
-    found = warm_units(units, Target((9, 0)), progress=False)
+    found = warm_units(units, Target((9, 0)))
     assert [x.status for x in found] == ["failed"] * 3 + ["compiled"] * 3
     assert {x.reason for x in found[:3]} == {"a worker did not start: it died of SIGKILL"}
 
@@ -146,7 +147,7 @@ def test_a_unit_that_takes_too_long_is_ended(
 
 
 def test_a_missing_backend_skips_its_units(folder: Path):
-    (found,) = warm_units([fake_jit.unit("a")], Target((8, 0)), progress=False)
+    (found,) = warm_units([fake_jit.unit("a")], Target((8, 0)))
     assert (found.status, found.reason) == ("skipped", "compiles for sm_90 alone")
 
 
@@ -164,7 +165,7 @@ def test_a_unit_of_a_module_that_no_worker_can_import_fails(
     monkeypatch.setattr(fake_jit.FakeJit, "__module__", "not_on_any_path")
     unit = fake_jit.unit("a")
     monkeypatch.setitem(__import__("sys").modules, "not_on_any_path", fake_jit)
-    (found,) = warm_units([unit], Target((9, 0)), progress=False)
+    (found,) = warm_units([unit], Target((9, 0)))
     assert found.status == "failed"
     assert "ModuleNotFoundError: No module named 'not_on_any_path'" in found.reason
 
