@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered
 from compile_ext.ops import cute_support, deep_gemm_operands, deep_gemm_support
-from compile_ext.ops.call_site import CallSite, NotReachable
+from compile_ext.ops.call_site import Call, CallSite, NotReachable
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.define import PINNED, Kernel, OpDefinition, definition_of, own_arguments
 from compile_ext.ops.device import Target, as_if_on
@@ -77,6 +77,7 @@ def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
             continue
         try:
             kernels, found = _units_of(site.call, target, max_tokens)
+            _check(found, units)
         except _UnknownOp as error:
             not_covered[NotCovered(_name(site.call), site.modules, str(error))] = None
             continue
@@ -92,6 +93,18 @@ def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
     hot_first = sorted(units.values(), key=lambda x: (x.calls[0].m, x.compiler.name, x.kernel))
     missing = tuple(_missing(manifest, target))
     return Plan(tuple(hot_first), tuple(sites), tuple(not_covered), missing)
+
+
+def _check(found: tuple[Any, ...], known: Mapping[str, CompileUnit]) -> None:
+    """Of a contract: what it gives must be units, and no unit's key another compiler's too."""
+    for unit in found:
+        if not isinstance(unit, CompileUnit):
+            raise TypeError(f"compile_units gives a {type(unit).__name__}, wanted a CompileUnit")
+        if not unit.calls or not all(isinstance(call, Call) for call in unit.calls):
+            raise TypeError(f"unit {unit.key} has calls={unit.calls!r}, wanted one Call or more")
+        other = known.get(unit.key, unit).compiler.name
+        if other != unit.compiler.name:
+            raise ValueError(f"{unit.compiler.name}'s key {unit.key} is one of {other}'s too")
 
 
 def _missing(manifest: Manifest, target: Target) -> Iterator[Missing]:

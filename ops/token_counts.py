@@ -22,9 +22,10 @@ def representatives(low: int, high: int) -> Iterable[int]:
 
 
 def limits(low: int, high: int) -> set[int]:
-    """Of ``low..high``, the M for which an op is asked which kernel it takes: each up to EACH, and
-    powers of two and the next number beyond it. Rows of a measured table have limits of their own.
-    """
+    """Of ``low..high``, the M for which an op is asked which kernel it takes: the first, the last,
+    each up to EACH, and powers of two and the next number beyond it. Rows of a measured table have
+    limits of their own."""
     powers = (2**i for i in range(high.bit_length() + 1))
-    found = {*range(low, min(high, EACH) + 1), *range(max(low, high), high + 1)}
-    return found | {m for power in powers for m in (power, power + 1) if low <= m <= high}
+    found = {*range(low, min(high, EACH) + 1), low, high}
+    found |= {m for power in powers for m in (power, power + 1)}
+    return {m for m in found if low <= m <= high}

@@ -102,6 +102,10 @@ class Jit:
     name, needs_device = "jit", False
 
 
+class Jit2:
+    name, needs_device = "jit2", False
+
+
 def test_a_contract_of_another_package_says_what_it_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,6 +138,48 @@ def test_a_contract_that_fails_costs_its_site_alone(monkeypatch: pytest.MonkeyPa
         "its kernels cannot be planned (KeyError: 'k')",
         "its kernels cannot be planned (RuntimeError: no idea)",
     ]
+
+
+def test_a_range_without_a_limit_inside_begins_with_its_first_number() -> None:
+    s = router(64, 128, m=(300, 500))
+    [planned] = plan(manifest(s), H200, 8192).sites
+    assert [planned.kernels[0][0], planned.kernels[-1][1]] == [300, 500]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda jit, call: None, "TypeError: 'NoneType' object is not iterable"),
+        (lambda jit, call: ["mm"], "TypeError: compile_units gives a str, wanted a CompileUnit"),
+        (
+            lambda jit, call: [CompileUnit(jit, "mm", "mm-1", ())],
+            "TypeError: unit mm-1 has calls=(), wanted one Call or more",
+        ),
+        (
+            lambda jit, call: [CompileUnit(jit, "mm", "mm-1", ("M = 1",))],
+            "TypeError: unit mm-1 has calls=('M = 1',), wanted one Call or more",
+        ),
+        (
+            lambda jit, call: [CompileUnit(Jit2(), "mm", "taken", call)],
+            "ValueError: jit2's key taken is one of jit's too",
+        ),
+    ],
+)
+def test_a_contract_that_gives_no_units_costs_its_site_alone(
+    monkeypatch: pytest.MonkeyPatch, given: Any, reason: str
+) -> None:
+    jit: Any = Jit()
+
+    def compile_units(s: CallSite, *_: Any) -> Any:
+        call = (Call(s, 1),)
+        return given(jit, call) if s.k == 256 else (CompileUnit(jit, "mm", "taken", call),)
+
+    monkeypatch.setattr(planning, "definition_of", lambda op: None)
+    contract = OpContract(compile_units=compile_units)
+    monkeypatch.setattr(planning, "contract_of", lambda op: contract)
+    found = plan(manifest(router(64, 128), router(64, 256)), H200, 77)
+    assert [x.key for x in found.units] == ["taken"]
+    assert [x.reason for x in found.not_covered] == [f"its kernels cannot be planned ({reason})"]
 
 
 def test_a_kernel_that_compiles_nothing_has_no_units() -> None:
