@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -18,27 +19,53 @@ from compile_ext.bindings import Binding
 from compile_ext.ops import device
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import NotCompiledError
+from compile_ext.options import PREFIX, Options
 from compile_ext.passes.report import Entry
 from compile_ext.records import GraphRecord
 from compile_ext.tensors import names_of, original, roots_of
 
 
 def look(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the model once, compiled with inner ``eager``, to look at its graphs: no kernel is
-    compiled. What it writes (a KV cache) is written."""
-    # As the user compiles it; None where that was not said.
-    dynamic = getattr(getattr(model, "dynamo_ctx", None), "_dynamic", None)
-    look: Any = _backend(device.target())
-    compiled: Any = torch.compile(original(model), backend=look, dynamic=dynamic)
+    """Run the model once, compiled as the user compiles it but with inner ``eager``, to look at its
+    graphs: no kernel is compiled. What it writes (a KV cache) is written."""
+    how = compiled_with(model)
+    own = _own_options(how.pop("mode", None), how.pop("options", None))
+    look: Any = _backend(device.target(), json.dumps(own, sort_keys=True, default=dict))
+    compiled: Any = torch.compile(original(model), backend=look, **how)
     compiled(*args, **kwargs)
 
 
+def compiled_with(model: Any) -> dict[str, Any]:
+    """What ``torch.compile(backend="compile_ext")`` was given for a module: of ``dynamic``,
+    ``mode`` and ``options`` those that were."""
+    context = getattr(model, "dynamo_ctx", None)
+    found = {"dynamic": getattr(context, "_dynamic", None)}
+    wrapper = getattr(context, "callback", None)
+    while wrapper is not None:
+        if getattr(wrapper, "compiler_fn", None) is compile_ext_backend:
+            return {**found, **wrapper.kwargs}
+        wrapper = getattr(wrapper, "_torchdynamo_orig_backend", None)
+    return found
+
+
+def _own_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the passes. Inductor's count where they forbid our kernels to be launched early."""
+    early = Options.parse(mode, options).why_no_pdl() is None
+    left_out = ("compile_ext.inner", "compile_ext.mode", "compile_ext.check")
+    own = {
+        name: sorted(value) if name == "compile_ext.disable" else value
+        for name, value in (options or {}).items()
+        if name.startswith(PREFIX) and name not in left_out
+    }
+    return {**own, "compile_ext.inner": "eager", **({} if early else {"compile_ext.pdl": False})}
+
+
 @functools.cache
-def _backend(target: Target | None) -> Any:
-    """One object for all looks: Dynamo keys its cache by the backend, so a second look compiles
-    nothing anew. One for each GPU that tensors of the device ``meta`` stand for: the passes go by
-    it."""
-    return functools.partial(compile_ext_backend, options={"compile_ext.inner": "eager"})
+def _backend(target: Target | None, options: str) -> Any:
+    """One object for all looks with the same options: Dynamo keys its cache by the backend, so a
+    second look compiles nothing anew. One for each GPU that tensors of the device ``meta`` stand
+    for: the passes go by it."""
+    return functools.partial(compile_ext_backend, options=json.loads(options))
 
 
 class LiveGraphs:

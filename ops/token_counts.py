@@ -10,6 +10,9 @@ EACH = 272
 # What depends on M beyond that does so by M modulo 16 (Triton's classes of integers, rows of
 # scales) and by tiles of 64 rows (DeepGEMM's choice of tile).
 TILE, RESIDUES = 64, 16
+# Beyond it a choice of a kernel depends on M only by whole blocks of this many rows (DeepGEMM's
+# masked GEMM takes no others), if at all.
+ROWS = 128
 
 
 def representatives(low: int, high: int) -> Iterable[int]:
@@ -23,9 +26,8 @@ def representatives(low: int, high: int) -> Iterable[int]:
 
 def limits(low: int, high: int) -> set[int]:
     """Of ``low..high``, the M for which an op is asked which kernel it takes: the first, the last,
-    each up to EACH, and powers of two and the next number beyond it. Rows of a measured table have
-    limits of their own."""
-    powers = (2**i for i in range(high.bit_length() + 1))
+    each up to EACH, and multiples of ROWS and the next number beyond each. Rows of a measured table
+    have limits of their own."""
     found = {*range(low, min(high, EACH) + 1), low, high}
-    found |= {m for power in powers for m in (power, power + 1)}
+    found |= {m for x in range(ROWS, high + 1, ROWS) for m in (x, x + 1)}
     return {m for m in found if low <= m <= high}

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from call_sites import H200, block_scaled, dense, router, site, units
 
 from compile_ext import planning
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered
-from compile_ext.ops import device_tables
-from compile_ext.ops.call_site import Call, CallSite
+from compile_ext.ops import deep_gemm_support, device_tables
+from compile_ext.ops.call_site import Call, CallSite, TensorForm
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.contract import OpContract
-from compile_ext.ops.define import definition_of, own_arguments
+from compile_ext.ops.define import Kernel, definition_of, own_arguments
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.planning import plan
 
@@ -55,6 +56,26 @@ def test_a_limit_between_asked_numbers_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_tables, "ranges_for", lambda x: rows)
     [planned] = plan(manifest(router(64, 128, m=(1, None))), H200, 8192).sites
     assert planned.kernels == ((1, 1000, "reference"), (1001, 8192, "aten"))
+
+
+def test_a_kernel_of_whole_blocks_alternates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepGEMM's masked GEMM takes groups of 128 rows and their multiples, and nothing between."""
+    groups, n, k = 4, 128, 512
+    s = site(
+        "grouped_block_scaled_mm_masked", (2, None), n, k,
+        a=TensorForm("float8_e4m3fn", (groups, "M", k), (f"{k}*M", k, 1)),
+        b=dense("float8_e4m3fn", groups, n, k),
+        scale_a=TensorForm("float32", (groups, "M", 4), ("4*M", 4, 1)),
+        scale_b=dense("float32", groups, 1, 4), masked_m=dense("int32", groups), expected_m=5,
+        out_dtype=torch.bfloat16,
+    )  # fmt: skip
+    monkeypatch.setattr(deep_gemm_support, "why_not", lambda: None)
+    monkeypatch.setattr(Kernel, "compile_units", lambda *_: ())
+    [planned] = plan(manifest(s), H200, 1500).sites
+    whole = [(low, high) for low, high, name in planned.kernels if name == "deep_gemm"]
+    assert whole == [(m, m) for m in range(128, 1501, 128)]
+    between = [(low, high) for low, high, name in planned.kernels if name != "deep_gemm"]
+    assert between == [(2, 127), *((m + 1, min(m + 127, 1500)) for m in range(128, 1501, 128))]
 
 
 def test_a_pinned_kernel_is_the_one() -> None:

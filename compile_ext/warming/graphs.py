@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from compile_ext import records
+from compile_ext.live_graphs import compiled_with
 from compile_ext.manifest import Manifest, collect
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.ops.errors import in_one_line
@@ -58,7 +59,9 @@ def foretell(model: Any, batch_sizes: Sequence[int], inputs: Inputs, target: Tar
 
     Raises any error of the model's, where it needs data to go on.
     """
-    twin = _compiled_alike(model, _without_data(original(model)))
+    twin: Any = torch.compile(
+        _without_data(original(model)), backend="compile_ext", **compiled_with(model)
+    )
     found = Manifest()
     with as_if_on(target):
         for size in _largest_first(batch_sizes):
@@ -93,12 +96,6 @@ def _largest_first(batch_sizes: Sequence[int]) -> list[int]:
 
 def _arguments(given: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), given) if isinstance(given, dict) else (tuple(given), {})
-
-
-def _compiled_alike(model: Any, twin: Any) -> Any:
-    """With dynamic=True there is no graph for the first size alone, and so on."""
-    dynamic = getattr(getattr(model, "dynamo_ctx", None), "_dynamic", None)
-    return torch.compile(twin, dynamic=dynamic)
 
 
 def _without_data(model: Any) -> Any:

@@ -92,6 +92,31 @@ def test_graphs_compiled_for_another_gpu_are_not_among_them() -> None:
     assert hopper != ampere
 
 
+@pytest.mark.parametrize(
+    ("options", "prefetch", "pinned"),
+    [
+        ({}, True, None),
+        ({"compile_ext.pdl": False}, False, None),
+        ({"triton.enable_pdl": True}, False, None),  # of Inductor, which compiles it later
+        ({"compile_ext.kernels": {"scaled_mm": "triton"}}, True, "triton"),
+        ({"compile_ext.batch_invariant": True}, True, "batch_invariant"),
+        ({"compile_ext.disable": {"prefetch_weights"}, "compile_ext.mode": "default"}, False, None),
+    ],
+)
+def test_a_look_has_the_options_of_the_model(
+    options: dict[str, Any], prefetch: bool, pinned: str | None
+) -> None:
+    """With others, other kernels run, or are launched in another way, which is compiled anew."""
+    with torch.device("meta"):
+        model = Model(1)
+    compiled = torch.compile(model, backend="compile_ext", options=options)
+    with torch.no_grad(), as_if_on(H200):
+        manifest = compile_ext.collect(compiled, tokens(5, "meta"))
+    arguments = {s.modules[0]: dict(s.call.arguments) for s in manifest.sites}
+    assert arguments["layers.0.norm"]["prefetch"] is prefetch
+    assert arguments["lm_head"]["pinned"] == pinned
+
+
 def test_what_compiled_code_calls() -> None:
     model = Model(1)
     compiled = torch.compile(model, backend="compile_ext", options=EAGER)

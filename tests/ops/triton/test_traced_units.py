@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from compile_ext.ops import triton_compiler
+
 SCRIPT = Path(__file__).with_name("plan_units.py")
 
 
@@ -38,3 +40,23 @@ def test_no_call_needs_what_was_not_planned_and_nothing_idle_is(planned: Any) ->
 def test_what_is_compiled_ahead_is_found_where_it_was_moved_to(planned: Any) -> None:
     assert planned["ahead"]["entries"] == 1
     assert planned["ahead"]["hits"] == [True, True]
+
+
+def test_a_patch_of_anothers_stays_and_launches_still_arrive() -> None:
+    from triton.runtime.jit import JITFunction
+
+    jit: Any = JITFunction
+    before, arrived = jit.run, []
+    try:
+        jit.run = lambda self, *args: arrived.append(args)
+        with triton_compiler.noting():
+            ours = jit.run
+            jit.run = theirs = lambda self, *args: ours(self, *args)
+        assert jit.run is theirs
+        with triton_compiler.noting():
+            assert jit.run is not theirs
+        assert jit.run is theirs
+        jit.run(None, 5)
+        assert arrived == [(5,)]
+    finally:
+        jit.run = before
