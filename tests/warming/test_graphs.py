@@ -50,6 +50,14 @@ def no_grad() -> Any:
         yield
 
 
+def test_what_the_graphs_will_call_goes_by_the_options_of_the_model() -> None:
+    options = {"compile_ext.kernels": {"block_scaled_mm": "triton"}}
+    model = torch.compile(Model(), backend="compile_ext", options=options)
+    found = foretell(model, (8,), inputs, H200)
+    pinned = {dict(x.call.arguments)["pinned"] for x in found.sites if x.call.n is not None}
+    assert pinned == {"triton"}
+
+
 def test_what_the_graphs_of_a_gpu_will_call_is_seen_without_one() -> None:
     model = Model()
     found = foretell(compiled(model, dynamic=True), (1, 8), inputs, H200)
