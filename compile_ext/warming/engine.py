@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,9 +34,9 @@ class Warmed:
         folders: compiler -> where its kernels lie.
     """
 
-    results: tuple[UnitResult, ...] = ()
-    capacity: Capacity | None = None
-    folders: Mapping[str, Path] = field(default_factory=dict)
+    results: tuple[UnitResult, ...]
+    capacity: Capacity | None
+    folders: Mapping[str, Path]
 
 
 class Engine:

@@ -172,7 +172,7 @@ class WarmupReport:
 
 
 def _graph(x: GraphResult) -> str:
-    made = f"failed: {x.reason}" if x.reason else f"{x.graphs} graphs compiled"
+    made = f"failed: {x.reason}" if x.reason else f"{_count(x.graphs, 'graph')} compiled"
     return f"batch size {x.batch_size}: {made}, {x.seconds:.1f} s"
 
 

@@ -108,7 +108,7 @@ def test_a_warmup_of_a_model_that_was_never_called() -> None:
         )
     assert [(x.batch_size, x.graphs) for x in report.graphs] == [(8, 1), (1, 1)]
     assert report.to_dict()["graphs"][0]["graphs"] == 1
-    assert "batch size 8: 1 graphs compiled" in str(report)
+    assert "batch size 8: 1 graph compiled" in str(report)
 
 
 def test_a_graph_that_fails_is_fatal_where_it_is_said_so() -> None:
