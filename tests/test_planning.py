@@ -16,13 +16,13 @@ from call_sites import H200, block_scaled, dense, router, site, units
 
 from compile_ext import planning
 from compile_ext.manifest import Manifest, ManifestSite, NotCovered
-from compile_ext.ops import deep_gemm_support, device_tables
+from compile_ext.ops import cute_support, deep_gemm_support, device_tables, triton_support
 from compile_ext.ops.call_site import Call, CallSite, TensorForm
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.contract import OpContract
 from compile_ext.ops.define import Kernel, definition_of, own_arguments
 from compile_ext.ops.device import Target, as_if_on
-from compile_ext.planning import plan
+from compile_ext.planning import Missing, plan
 
 SCRIPT = Path(__file__).with_name("plan_decoder.py")
 
@@ -107,16 +107,21 @@ def test_an_op_that_nobody_registered_is_left_out_with_the_reason() -> None:
     assert len(found.sites) == 1
 
 
-def test_a_compiler_that_is_not_here_is_named_with_the_reason() -> None:
+def test_a_compiler_that_is_not_here_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deep_gemm_support, "why_not", lambda: "install DeepGEMM")
+    monkeypatch.setattr(cute_support, "why_no_compiler", lambda: "install CuTe DSL")
+    monkeypatch.setattr(triton_support, "is_installed", lambda: False)
     both = manifest(router(64, 128), block_scaled(64, 128))
-    found = {x.compiler: x for x in plan(both, H200, 8).missing}
-    # Triton interprets in the tests; neither of the other two is installed with them.
-    assert found["deep_gemm"].ops == ("compile_ext::block_scaled_mm",)
-    assert found["deep_gemm"].reason.startswith("DeepGEMM is not installed: ")
-    assert found["cute"].ops == ("compile_ext::router_gemm",)
-    assert set(found) <= {"deep_gemm", "cute", "triton"}
-    elsewhere = plan(both, Target((8, 9)), 8)
-    assert "deep_gemm" not in {x.compiler for x in elsewhere.missing}
+    mm, gemm = "compile_ext::block_scaled_mm", "compile_ext::router_gemm"
+    assert plan(both, H200, 8).missing == (
+        Missing("cute", "install CuTe DSL", (gemm,)),
+        Missing("deep_gemm", "install DeepGEMM", (mm,)),
+        Missing("triton", "Triton is not installed: pip install triton", (mm, gemm)),
+    )
+    # DeepGEMM's kernels here are for Hopper alone: elsewhere it is not missed.
+    assert [x.compiler for x in plan(both, Target((8, 9)), 8).missing] == ["cute", "triton"]
 
 
 class Jit:

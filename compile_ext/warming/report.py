@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compile_ext.manifest import NotCovered
+from compile_ext.ops.call_site import Call
 from compile_ext.ops.device import Target
 from compile_ext.planning import Missing, Plan
 from compile_ext.warming.graphs import GraphResult
@@ -159,16 +160,24 @@ class WarmupReport:
         from rich.table import Table
 
         table = Table(title=title, title_justify="left", box=box.ASCII2)
-        for name in ("status", "compiler", "kernel", "s", "modules", "reason"):
+        for name in ("status", "compiler", "kernel", "first call", "s", "modules", "reason"):
             table.add_column(name, justify="right" if name == "s" else "left", overflow="fold")
         modules = self.modules
         for x in results:
             paths = modules.get(x.unit.key, ())
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
             where = f"{paths[0]}{more}" if paths else ""
-            texts = (x.status, x.unit.compiler.name, x.unit.kernel)
+            texts = (x.status, x.unit.compiler.name, x.unit.kernel, _call(x.unit.calls[0]))
             table.add_row(*map(escape, (*texts, f"{x.seconds:.1f}", where, x.reason)))
         return table
+
+
+def _call(call: Call) -> str:
+    """``block_scaled_mm 576 x 7168, M = 2``: kernels of one name differ by what they are for."""
+    site = call.site
+    op = site.op.removeprefix("compile_ext::").rpartition(".")[0]
+    size = f" {site.n} x {site.k}" if site.n is not None else ""
+    return f"{op}{size}, M = {call.m}"
 
 
 def _graph(x: GraphResult) -> str:
