@@ -24,7 +24,18 @@ from compile_ext.ops.define import Kernel, definition_of, own_arguments
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.planning import Missing, plan
 
-SCRIPT = Path(__file__).with_name("plan_decoder.py")
+DECODER, RANDOM_SITES = (
+    Path(__file__).with_name(name) for name in ("plan_decoder.py", "plan_random_sites.py")
+)
+
+
+def _run(script: Path) -> str:
+    """What it prints, in a process without Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def manifest(*sites: CallSite) -> Manifest:
@@ -132,6 +143,11 @@ class Jit2:
     name, needs_device = "jit2", False
 
 
+def as_any(x: Any) -> Any:
+    """What no type checker would let through."""
+    return x
+
+
 def test_a_contract_of_another_package_says_what_it_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,11 +198,11 @@ def test_a_range_without_a_limit_inside_begins_with_its_first_number() -> None:
             "TypeError: unit mm-1 has calls=(), wanted one Call or more",
         ),
         (
-            lambda jit, call: [CompileUnit(jit, "mm", "mm-1", ("M = 1",))],
+            lambda jit, call: [CompileUnit(jit, "mm", "mm-1", as_any(("M = 1",)))],
             "TypeError: unit mm-1 has calls=('M = 1',), wanted one Call or more",
         ),
         (
-            lambda jit, call: [CompileUnit(Jit2(), "mm", "taken", call)],
+            lambda jit, call: [CompileUnit(as_any(Jit2()), "mm", "taken", call)],
             "ValueError: jit2's key taken is one of jit's too",
         ),
     ],
@@ -208,6 +224,14 @@ def test_a_contract_that_gives_no_units_costs_its_site_alone(
     assert [x.reason for x in found.not_covered] == [f"its kernels cannot be planned ({reason})"]
 
 
+def test_each_call_of_any_site_finds_its_kernels_planned() -> None:
+    """Random forms of calls: at each M what the op launches, against what was planned."""
+    found = json.loads(_run(RANDOM_SITES))
+    assert [x for x in found if x["missing"] or x["idle"] or x["not_covered"]] == []
+    assert len({x["op"] for x in found if x["units"]}) >= 5  # that the sites are no empty ones
+    assert {k for x in found for k in x["kernels"]} >= {"aten", "triton", "deep_gemm"}
+
+
 def test_a_kernel_that_compiles_nothing_has_no_units() -> None:
     assert units(router(64, 128), "reference", 64) == ()
     s = site("column_major", (1, None), None, None, scale=dense("float32", "M", 4))
@@ -217,12 +241,7 @@ def test_a_kernel_that_compiles_nothing_has_no_units() -> None:
 
 def test_a_demo_decoder_on_meta_tensors() -> None:
     """Without weights, GPU or interpreter: the graphs of a GPU, and what they compile there."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = json.loads(_run(DECODER))
     assert found["ops"] == [
         "add_rms_norm", "add_rms_norm_quantize_fp8", "block_scaled_mm", "block_scaled_mm_m1",
         "column_major", "rms_norm_quantize_fp8", "rms_norm_router", "router_gemm", "scaled_mm",

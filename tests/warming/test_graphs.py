@@ -51,7 +51,7 @@ def no_grad() -> Any:
 
 
 def test_what_the_graphs_will_call_goes_by_the_options_of_the_model() -> None:
-    options = {"compile_ext.kernels": {"block_scaled_mm": "triton"}}
+    options: Any = {"compile_ext.kernels": {"block_scaled_mm": "triton"}}
     model = torch.compile(Model(), backend="compile_ext", options=options)
     found = foretell(model, (8,), inputs, H200)
     pinned = {dict(x.call.arguments)["pinned"] for x in found.sites if x.call.n is not None}
