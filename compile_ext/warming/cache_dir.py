@@ -28,7 +28,7 @@ def use_cache_dir(folder: Path) -> None:
 
     Raises:
         CacheFolderError: DeepGEMM, which reads the name of its folder once, has read another one;
-            or the folder cannot be used.
+            or the folder cannot be made. Nothing has changed then.
     """
     folder = folder.absolute()
     given = os.environ.get("DG_JIT_CACHE_DIR", "")
@@ -41,9 +41,21 @@ def use_cache_dir(folder: Path) -> None:
             f"start the process with DG_JIT_CACHE_DIR={wanted}, or call warmup before DeepGEMM is"
             " imported",
         )
+    try:
+        str(folder).encode()  # Triton reads its name as UTF-8
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: of the name
+        fix = "name a folder that is there or can be made"
+        raise CacheFolderError("warmup(cache_dir=)", str(error), "a folder", fix) from error
     measured = cache_folder.cache_folder() / _TABLES
-    os.environ.update({variable: str(folder / name) for variable, name in _FOLDERS.items()})
+    look_in(folder)
     _copy_new(measured, cache_folder.cache_folder() / _TABLES)
+
+
+def look_in(folder: Path) -> None:
+    """From now on this process, and those that it starts, look below ``folder``."""
+    folder = folder.absolute()
+    os.environ.update({variable: str(folder / name) for variable, name in _FOLDERS.items()})
 
 
 def _copy_new(source: Path, target: Path) -> None:

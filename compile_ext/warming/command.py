@@ -10,7 +10,7 @@ from rich.console import Console
 
 from compile_ext.manifest import Manifest
 from compile_ext.ops.errors import ArgumentError
-from compile_ext.warming.cache_dir import use_cache_dir
+from compile_ext.warming.cache_dir import look_in
 from compile_ext.warming.certificate import Certificate
 from compile_ext.warming.targets import target_named
 from compile_ext.warming.warmup import warmup
@@ -38,9 +38,10 @@ def warm(
     for module in imports:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            fix = "install it, or correct the name"
-            raise ArgumentError("--import", f"{module} ({error})", "a module", fix) from error
+        except Exception as error:  # of the module's own code, or of what is no name
+            found = f"{module!r} ({type(error).__name__}: {error})"
+            fix = "install it, correct the name, or mend the module"
+            raise ArgumentError("--import", found, "a module that can be imported", fix) from error
     report = warmup(
         Manifest.load(manifest),
         max_tokens,
@@ -60,7 +61,7 @@ def verify(console: Console, certificate: Path, cache_dir: Path | None) -> bool:
     """Print what is not as it was. Returns whether all is."""
     certified = Certificate.load(certificate)
     if cache_dir is not None:
-        use_cache_dir(cache_dir)
+        look_in(cache_dir)
     problems = list(certified.problems())
     for problem in problems:
         console.print(problem, markup=False, highlight=False, soft_wrap=True)

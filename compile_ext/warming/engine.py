@@ -88,7 +88,8 @@ class Engine:
         """The folder of a compiler, or why there is none."""
         if compiler.name not in self._stores:
             try:
-                self._stores[compiler.name] = Store(compiler, compiler.folder())
+                # Absolute: a compiler may change the working directory of its worker.
+                self._stores[compiler.name] = Store(compiler, compiler.folder().absolute())
             except ImportError as error:
                 reason = compiler.why_not(self._target)
                 self._stores[compiler.name] = reason or str(error)
@@ -171,8 +172,13 @@ class Engine:
         found = store.look(unit.key)
         note = ""
         if found.state == "damaged":
-            store.discard(unit.key)
             note = f"was damaged: {found.reason}"
+            try:
+                store.discard(unit.key)
+            except OSError as error:
+                left = f"{note}; it cannot be removed: {error}"
+                self._note(UnitResult(unit, "failed", reason=left))
+                return None
         reason = unit.compiler.why_not(self._target)
         if reason is not None:
             both = f"{reason}; {note}" if note else reason

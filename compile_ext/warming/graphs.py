@@ -95,6 +95,8 @@ def _largest_first(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _arguments(given: tuple[Any, ...] | dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(given, tuple | list | dict):  # a tensor would be taken apart, row by row
+        raise TypeError(f"inputs(batch_size) returned a {type(given).__name__}: wanted a tuple")
     return ((), given) if isinstance(given, dict) else (tuple(given), {})
 
 

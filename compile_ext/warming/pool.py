@@ -16,6 +16,7 @@ from compile_ext.warming.worker_process import WorkerProcess
 
 ATTEMPTS = 2  # a worker that dies may have been the victim of another process's memory
 START_SECONDS = 300.0  # importing torch from a cold network disk takes a minute
+HEARTBEAT = 1.0  # seconds after which it is looked whether the workers live
 _GRACE = 5.0  # seconds for a process that is ending anyway
 
 
@@ -116,7 +117,10 @@ class Pool:
             sees_device = more and any(x.needs_device for x in self.tasks)
             if not sees_device and all(x.needs_device for x in self.tasks):
                 return
-            self._give_next(self._start(sees_device))
+            started = self._start(sees_device)
+            if started is None:
+                return
+            self._give_next(started)
 
     def _give_next(self, worker: _Worker) -> None:
         mine = (x for x in self.tasks if worker.sees_device or not x.needs_device)
@@ -130,8 +134,15 @@ class Pool:
         if worker.is_ready:
             self._ask(worker)
 
-    def _start(self, sees_device: bool) -> _Worker:
-        worker = _Worker(WorkerProcess(self.devices if sees_device else ""), sees_device)
+    def _start(self, sees_device: bool) -> _Worker | None:
+        """None where the system lets no more start: those that are there go on."""
+        try:
+            process = WorkerProcess(self.devices if sees_device else "")
+        except OSError as error:
+            if not any(x.sees_device == sees_device for x in self._workers):
+                self._give_up(f"a worker did not start: {error}")
+            return None
+        worker = _Worker(process, sees_device)
         self._workers.append(worker)
         self._selector.register(worker.process, selectors.EVENT_READ, worker)
         return worker
@@ -145,6 +156,7 @@ class Pool:
 
     def _wait(self) -> None:
         """Until something happens to a worker."""
+        ended = [x for x in self._workers if x.process.has_ended]  # what it said is in its pipe
         for key, _ in self._selector.select(self._patience()):
             worker: _Worker = key.data
             try:
@@ -159,6 +171,9 @@ class Pool:
                 self._starts_failed[worker.sees_device] = 0
                 if worker.task is not None:
                     self._ask(worker)
+        for worker in ended:
+            if worker in self._workers:
+                self._died(worker)
         for worker in list(self._workers):
             if worker.task is not None and worker.process.seconds > self._allowed(worker):
                 self._timed_out(worker)
@@ -168,7 +183,7 @@ class Pool:
         left = [self._allowed(x) - x.process.seconds for x in self._workers if x.task is not None]
         if self.tasks and self.limits.until is not None:
             left.append(self.limits.until - time.monotonic())
-        return max(0.0, min(left, default=0.0))
+        return max(0.0, min(HEARTBEAT, *left)) if left else 0.0
 
     def _allowed(self, worker: _Worker) -> float:
         return self.limits.unit_seconds if worker.is_ready else START_SECONDS

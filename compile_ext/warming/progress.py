@@ -15,9 +15,9 @@ class Progress:
     """Shown inside a ``with`` block; silent where ``show`` is false."""
 
     def __init__(self, show: bool) -> None:
-        from rich.console import Console
+        from compile_ext.warming.console import ProgressConsole
 
-        self._console = Console(stderr=True, quiet=not show, soft_wrap=True)
+        self._console = ProgressConsole(stderr=True, quiet=not show, soft_wrap=True)
         self._bar: Bar | None = None
         self._total = self._done = 0
 
@@ -46,7 +46,10 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        try:
+            self._console.print(text, markup=False, highlight=False)
+        except OSError:  # a pipe or a disk that takes no more: the kernels are what is wanted
+            self._console.quiet = True
 
     def begin(self, total: int) -> None:
         """``total`` further units are not on disk."""

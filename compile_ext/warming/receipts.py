@@ -112,6 +112,8 @@ def damage(entry: Path, files: Files) -> str | None:
         return f"{entry.name} has no files"
     for name, wanted in files.items():
         file = entry / name if name else entry
+        if file.resolve() != entry.parent.resolve() / file.relative_to(entry.parent):
+            return f"{file.relative_to(entry.parent)} is reached by a link"
         if not file.is_file():
             return f"{file.relative_to(entry.parent)} is missing"
         if wanted and _sha256(file) != wanted:
@@ -127,13 +129,20 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
+def _is_inside(path: str) -> bool:
+    """Whether it names something below the folder that it is joined to."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in path
+
+
 def _receipt(content: dict[str, Any]) -> Receipt:
     entries = {name: dict(files) for name, files in content["entries"].items()}
     for name, files in entries.items():
-        for path in (name, *(f"{name}/{file}" for file in files if file)):
-            parts = PurePosixPath(path).parts
-            if not parts or path.startswith(("/", ".")) or ".." in parts:
-                raise ValueError(f"names {path!r}, which is no file of the folder")
+        if not _is_inside(name) or name.startswith(".") or "/" in name:
+            raise ValueError(f"names {name!r}, which is no entry of the folder")
+        for file in files:
+            if file and not _is_inside(file):
+                raise ValueError(f"names {file!r}, which is no file of the entry {name}")
     texts = {x: content[x] for x in ("compiler", "kernel", "key", "package")}
     made_from = tuple((name, value) for name, value in content["made_from"])
     checksums = [x for files in entries.values() for x in files.values()]

@@ -12,6 +12,7 @@ that is killed leaves is in its stage, or an entry without a receipt, which coun
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import uuid
@@ -54,9 +55,12 @@ class Store:
         self._stages = folder / PRIVATE / "stage"
 
     def prepare(self) -> None:
-        """Make the folders. Raises OSError where the folder takes no file."""
+        """Make the folders. Raises OSError where the folder takes no file, or what is this
+        package's own leads out of it by a link: files are removed there."""
         for folder in (self._receipts, self._locks, self._stages):
             folder.mkdir(parents=True, exist_ok=True)
+            if folder.resolve() != self.folder.resolve() / PRIVATE / folder.name:
+                raise OSError(f"{folder} is reached by a link")
         with tempfile.TemporaryFile(dir=self._stages):
             pass
 
@@ -64,7 +68,7 @@ class Store:
         """Whether what the unit needs is there, whole, and usable where it lies."""
         try:
             receipt = self._receipt(key)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return Found("missing")
         except (OSError, ValueError) as error:
             return Found("damaged", f"its receipt {error}")
@@ -85,23 +89,25 @@ class Store:
     def _wrong(self, name: str, files: receipts.Files) -> str | None:
         entry = self.folder / name
         try:
-            if any(not checksum for checksum in files.values()) and entry.exists():
+            whole = receipts.damage(entry, files)
+            if whole is None and any(not checksum for checksum in files.values()):
                 self.compiler.arrived(entry)  # the folder may have come from another place
-            return receipts.damage(entry, files)
+            return whole
         except Exception as error:  # of the compiler's own: what it cannot mend is damaged
             return f"{name}: {error}"
 
     def discard(self, key: str) -> None:
-        """Remove what a damaged unit has left, so that nothing loads it."""
+        """Remove what a damaged unit has left, so that nothing loads it. Raises OSError where it
+        cannot be removed."""
         with self._installing():
             try:
                 entries = self._receipt(key).entries
-            except (FileNotFoundError, ValueError):
+            except (OSError, ValueError):
                 entries = {}  # nobody knows which entries were meant: they are replaced
             for name, files in entries.items():
                 if self._wrong(name, files):
                     self._remove(self.folder / name)
-            self._path(key).unlink(missing_ok=True)
+            self._remove(self._path(key))
 
     def install(self, unit: CompileUnit, stage: Path, made_before: Collection[str]) -> list[str]:
         """Move the entries of a stage to where the compiler looks for them, and write the receipt.
@@ -113,7 +119,7 @@ class Store:
         Returns the names of the unit's entries.
 
         Raises:
-            RuntimeError: there is none: the compiler has made nothing.
+            RuntimeError: there is none: the compiler has made nothing; or links.
             OSError: the disk is full, or the folder takes nothing.
         """
         names = sorted(x.name for x in stage.iterdir())
@@ -133,7 +139,7 @@ class Store:
         """What is there already stays, if another unit's receipt says that it is whole: that
         receipt must go on holding."""
         entry = self.folder / made.name
-        if entry.exists():
+        if os.path.lexists(entry):
             vouched = self._vouched(made.name)
             if vouched is not None:
                 return vouched
@@ -142,6 +148,10 @@ class Store:
         return self._measure(entry)
 
     def _measure(self, entry: Path) -> receipts.Files:
+        made = [entry] if entry.is_symlink() else entry.rglob("*")
+        links = [x.name for x in made if x.is_symlink()]
+        if links:  # ``look`` would not follow them
+            raise RuntimeError(f"the compiler has made links: {', '.join(links)}")
         return receipts.measure(entry, self.compiler.arrived(entry))
 
     def _vouched(self, name: str) -> receipts.Files | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from compile_ext.warming.report import WarmupReport
 from compile_ext.warming.targets import target_here
 
 _SLOW = 2.0  # seconds of a unit
+# Above what any engine takes in one call. A plan asks for each tile of 64: 18 s for these.
+_MOST_TOKENS = 2**20
 
 
 def warmup(
@@ -65,16 +68,17 @@ def warmup(
         WarmupError: ``strict``, and a unit has failed; the others are kept.
         NotCompiledError: the model was not compiled.
         CacheFolderError: ``cache_dir`` comes too late for a library, or takes no file.
-        ArgumentError: a number is no such number.
+        ArgumentError: an argument is of another type, or a number out of range.
     """
     from compile_ext.warming.engine import Engine  # 40 ms that `import compile_ext` need not pay
 
     start = time.monotonic()
     _check(max_tokens, jobs, budget_seconds)
+    _check_kinds(model_or_manifest, target, cache_dir)
+    model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
+    batch_sizes = _check_graphs(model, batch_sizes, inputs)
     if cache_dir is not None:
         use_cache_dir(Path(cache_dir))
-    model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
-    _check_graphs(model, batch_sizes, inputs)
     target = target or target_here()
     graphs: tuple[GraphResult, ...] = ()
     problems: tuple[str, ...] = ()
@@ -157,25 +161,51 @@ def _warnings(manifest: Manifest, planned: Plan, target: Target | None) -> Itera
         )
 
 
-def _check(max_tokens: int, jobs: int | None, budget_seconds: float | None) -> None:
-    for name, value in (("max_tokens", max_tokens), ("jobs", jobs)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            fix = f"pass {name}=1 or more"
-            raise ArgumentError("warmup", f"{name}={value!r}", "a whole number from 1", fix)
-    if budget_seconds is not None and not budget_seconds >= 0:
+def _check(max_tokens: Any, jobs: Any, budget_seconds: Any) -> None:
+    if not isinstance(max_tokens, int) or not 1 <= max_tokens <= _MOST_TOKENS:
+        wanted = f"a whole number from 1 to {_MOST_TOKENS}"
+        fix = "pass the most tokens of a call"
+        raise ArgumentError("warmup", f"max_tokens={max_tokens!r}", wanted, fix)
+    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
+        fix = "pass jobs=1 or more"
+        raise ArgumentError("warmup", f"jobs={jobs!r}", "a whole number from 1", fix)
+    if budget_seconds is not None and (
+        not isinstance(budget_seconds, int | float) or not budget_seconds >= 0
+    ):
         fix = "leave it out for no limit"
         raise ArgumentError("warmup", f"budget_seconds={budget_seconds!r}", "seconds from 0", fix)
 
 
-def _check_graphs(model: Any, batch_sizes: Sequence[int], inputs: Inputs | None) -> None:
-    if bool(batch_sizes) == (inputs is not None) and (model is not None or not batch_sizes):
-        for size in batch_sizes:
-            if not isinstance(size, int) or size < 1:
-                fix = "pass numbers of tokens or sequences"
-                raise ArgumentError("warmup", f"batch_sizes={batch_sizes!r}", "whole numbers", fix)
-        return
+def _check_kinds(model_or_manifest: Any, target: Any, cache_dir: Any) -> None:
+    if model_or_manifest is None or isinstance(model_or_manifest, str | PathLike):
+        fix = "Manifest.load(path), where it is a file"
+        wanted = "a compiled model or a Manifest"
+        raise ArgumentError("warmup", repr(model_or_manifest), wanted, fix)
+    if target is not None and not isinstance(target, Target):
+        fix = 'pass target_named("H200"), or leave it out for the GPU that is here'
+        raise ArgumentError("warmup", f"target={target!r}", "a Target", fix)
+    if cache_dir is not None and not isinstance(cache_dir, str | PathLike):
+        fix = "pass a str or a Path"
+        raise ArgumentError("warmup", f"cache_dir={cache_dir!r}", "a path", fix)
+
+
+def _check_graphs(model: Any, batch_sizes: Any, inputs: Any) -> tuple[int, ...]:
+    """The batch sizes."""
+    fix = "pass numbers of tokens or sequences"
+    try:
+        sizes = tuple(map(operator.index, batch_sizes))
+    except TypeError as error:
+        found = f"batch_sizes={batch_sizes!r}"
+        raise ArgumentError("warmup", found, "whole numbers from 1", fix) from error
+    if any(x < 1 for x in sizes):
+        raise ArgumentError("warmup", f"batch_sizes={sizes!r}", "whole numbers from 1", fix)
+    if inputs is not None and not callable(inputs):
+        wanted, fix = "a function of the batch size", "inputs=lambda size: (...)"
+        raise ArgumentError("warmup", f"inputs of type {type(inputs).__name__}", wanted, fix)
+    if bool(sizes) == (inputs is not None) and (model is not None or not sizes):
+        return sizes
     given = "a manifest" if model is None else "a model"
-    named = f"batch_sizes={tuple(batch_sizes)!r}" if batch_sizes else "no batch_sizes"
+    named = f"batch_sizes={sizes!r}" if sizes else "no batch_sizes"
     asked = "no inputs" if inputs is None else "inputs"
     raise ArgumentError(
         "warmup",

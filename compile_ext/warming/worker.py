@@ -13,7 +13,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -47,13 +46,14 @@ class Own:
 def main(parent: int) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
-    replies = os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a compiler that reads finds the end
     os.dup2(2, 1)  # what a compiler prints goes with its errors
     owned: dict[Path, Own] = {}
     send(replies, Ready())
     with contextlib.ExitStack() as stages, contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            request: Request = receive(sys.stdin.buffer)
+            request: Request = receive(requests)
             send(replies, _answer(request, owned, stages))
 
 

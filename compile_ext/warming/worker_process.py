@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,9 +13,10 @@ from typing import Any
 
 from compile_ext.warming.messages import Request, send, take
 
+# Nothing is imported before the path is the parent's: the first on it is the working directory.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from compile_ext.warming.worker import main; main(int(sys.argv[2]))"
+    "import sys; sys.path[:] = sys.argv[1:-1];"
+    " from compile_ext.warming.worker import main; main(int(sys.argv[-1]))"
 )
 _TAIL = 2000  # bytes of what a worker said last
 
@@ -26,14 +26,19 @@ class WorkerProcess:
 
     Args:
         devices: the ``CUDA_VISIBLE_DEVICES`` that it sees.
+
+    Raises:
+        OSError: it cannot be started: the environment is too large, there is no file descriptor
+            or no process left.
     """
 
     def __init__(self, devices: str) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, as long as the process
+        paths = [x for x in sys.path if isinstance(x, str)]  # Python passes over the others
         # Not multiprocessing, which runs the main module again: scripts without a guard are common.
         # A session of its own: Ctrl-C goes to the parent alone, and a kill to its children as well.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
+            [sys.executable, "-c", _BOOT, *paths, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -71,6 +76,11 @@ class WorkerProcess:
             raise EOFError
         self._buffer += data
         return take(self._buffer)
+
+    @property
+    def has_ended(self) -> bool:
+        """A process that it has forked may hold its pipes, so that there is no end of them."""
+        return _has_ended(self._process.pid)
 
     def end(self, grace: float = 0.0) -> str:
         """Kill it after ``grace`` seconds, with all that it has started.

@@ -2,8 +2,10 @@
 
 The unit's ``kernel`` says what it does, by words: ``sleep=0.1``, ``fail``, ``die`` (in the middle
 of a write), ``die-once``, ``noise``, ``nothing``, ``hang``, ``hang-once``, ``drip`` (writes take
-time), ``shared`` (a second entry, the same for all units), ``note-pid`` (in the file ``pid``),
-``note-devices`` (that it sees, in the log), ``quota`` (the disk is full in the middle of a write).
+time), ``read-stdin``, ``chdir``, ``orphan`` (leaves a child that holds the pipes, and dies),
+``link`` (to a folder outside), ``shared`` (a second entry, the same for all units), ``note-pid``
+(in the file ``pid``), ``note-devices`` (that it sees, in the log), ``quota`` (the disk is full in
+the middle of a write).
 """
 
 from __future__ import annotations
@@ -125,6 +127,17 @@ def _obey(word: str, unit: CompileUnit, stage: Path) -> None:
             (Path(os.environ[FOLDER]) / f"pid.{os.getpid()}").replace(
                 Path(os.environ[FOLDER]) / "pid"
             )
+        case "read-stdin":
+            assert os.read(0, 1) == b""
+            assert sys.stdin.read() == ""
+        case "chdir":
+            os.chdir("/")
+        case "orphan":
+            if os.fork() == 0:
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "link":
+            (stage / "link").symlink_to(os.environ[FOLDER])
         case "fail":
             raise RuntimeError("the fake compiler refuses")
         case "noise":

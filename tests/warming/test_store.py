@@ -55,7 +55,7 @@ def _flip(path: Path) -> None:
         ("kernel.bin", _truncate, "kernel.a/kernel.bin is not what was compiled"),
         ("kernel.bin", _flip, "kernel.a/kernel.bin is not what was compiled"),
         ("kernel.bin", Path.unlink, "kernel.a/kernel.bin is missing"),
-        (fake_jit.PLACE, Path.unlink, "kernel.a: [Errno 2] No such file or directory"),
+        (fake_jit.PLACE, Path.unlink, "kernel.a/place.txt is missing"),
         (fake_jit.PLACE, lambda path: path.write_text("?"), "kernel.a: place.txt is damaged"),
         ("receipt", _truncate, "its receipt"),
         ("receipt", _flip, "its receipt"),
@@ -148,9 +148,98 @@ def test_a_mutated_receipt_is_refused_or_says_the_same(data: st.DataObject):
     assert found == RECEIPT
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", ".compile_ext", ""])
-def test_a_receipt_names_files_of_its_folder_alone(path: str):
+@pytest.mark.parametrize(
+    "path", ["../outside", "/etc/passwd", ".compile_ext", "", "a/b", "a\0", ".."]
+)
+def test_a_receipt_names_entries_of_its_folder_alone(path: str):
     forged = Receipt.of(fake_jit.unit("a"), {path: {"": "0" * 64}}).to_text()
-    with pytest.raises(ValueError, match="which is no file of the folder"):
+    with pytest.raises(ValueError, match="which is no entry of the folder"):
         Receipt.from_text(forged)
     assert json.loads(forged)["entries"] == {path: {"": "0" * 64}}
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", "a\0", "."])
+def test_a_receipt_names_files_of_its_entries_alone(path: str):
+    forged = Receipt.of(fake_jit.unit("a"), {"kernel.a": {path: "0" * 64}}).to_text()
+    with pytest.raises(ValueError, match="which is no file of the entry kernel"):
+        Receipt.from_text(forged)
+
+
+@pytest.mark.parametrize(
+    "linked", ["kernel.a", f"kernel.a/{fake_jit.PLACE}", "kernel.a/kernel.bin"]
+)
+def test_what_is_reached_by_a_link_is_replaced_and_stays(warm: Warm, folder: Path, linked: str):
+    warm("a")
+    inside, outside = folder / "cache" / linked, folder / "outside"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    before = measure(outside)
+    found = warm("a")
+    assert found["a"].status == "compiled"
+    assert found["a"].reason.startswith("was damaged: kernel.a/")
+    assert found["a"].reason.endswith("is reached by a link")
+    assert not inside.is_symlink()
+    assert measure(outside) == before  # neither removed nor mended
+    assert statuses(warm("a")) == ["cached"]
+
+
+def test_a_link_in_the_place_of_an_entry_is_replaced(warm: Warm, folder: Path):
+    (folder / "cache").mkdir()
+    (folder / "cache" / "kernel.a").symlink_to(folder / "nowhere")
+    assert statuses(warm("a")) == ["compiled"]
+    assert statuses(warm("a")) == ["cached"]
+
+
+def test_a_compiler_that_makes_a_link_has_failed(warm: Warm, folder: Path):
+    assert warm("a link")["a"].reason == "RuntimeError: the compiler has made links: link"
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("linked", [".compile_ext", ".compile_ext/stage", ".compile_ext/locks"])
+def test_nothing_is_removed_where_a_link_leads(warm: Warm, folder: Path, linked: str):
+    outside = folder / "outside"
+    (outside / "poetry").mkdir(parents=True)
+    (outside / "poetry.lock").write_text("of a project")
+    link = folder / "cache" / linked
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    found = warm("a")
+    assert found["a"].status == "failed"
+    assert found["a"].reason.endswith("is reached by a link")
+    assert (outside / "poetry.lock").read_text() == "of a project"
+    assert (outside / "poetry").is_dir()
+
+
+def test_a_folder_may_itself_be_a_link(warm: Warm, folder: Path):
+    (folder / "elsewhere").mkdir()
+    (folder / "cache").symlink_to("elsewhere")
+    assert statuses(warm("a")) == ["compiled"]
+    assert statuses(warm("a")) == ["cached"]
+
+
+def test_a_folder_in_the_place_of_a_receipt_is_removed(warm: Warm, folder: Path):
+    warm("a")
+    receipt(folder, "a").unlink()
+    (receipt(folder, "a") / "x").mkdir(parents=True)
+    found = warm("a")
+    assert found["a"].status == "compiled"
+    assert found["a"].reason.startswith("was damaged: its receipt [Errno 21] Is a directory")
+    assert statuses(warm("a")) == ["cached"]
+
+
+def test_what_cannot_be_removed_costs_its_unit(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    warm("a")
+    _truncate(folder / "cache" / "kernel.a" / "kernel.bin")
+
+    def refuse(self: Store, key: str) -> None:  # root may remove anything
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Store, "discard", refuse)
+    found = warm("a", "b")
+    assert statuses(found) == ["failed", "compiled"]
+    assert found["a"].reason == (
+        "was damaged: kernel.a/kernel.bin is not what was compiled; it cannot be removed:"
+        " [Errno 1] Operation not permitted"
+    )

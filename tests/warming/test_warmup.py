@@ -115,11 +115,42 @@ def test_sites_without_a_kernel_are_a_warning():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"jobs": 0}, {"jobs": 1.5}, {"budget_seconds": float("nan")}]
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"max_tokens": 2**21},  # a plan that takes hours
+        {"jobs": 0},
+        {"jobs": 1.5},
+        {"budget_seconds": float("nan")},
+        {"budget_seconds": "5"},
+        {"target": "H200"},
+        {"cache_dir": 5},
+        {"batch_sizes": 5},
+        {"batch_sizes": "12"},
+        {"batch_sizes": (0,)},
+        {"inputs": torch.zeros(1)},
+    ],
 )
-def test_wrong_numbers_are_refused(wrong: dict[str, Any]):
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         warmup(32, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "m.json", Path("m.json")])
+def test_a_path_is_no_manifest(wrong: Any):
+    with pytest.raises(ArgumentError, match="wanted a compiled model or a Manifest"):
+        compile_ext.warmup(wrong)
+
+
+@pytest.mark.parametrize("name", ["file", "link", "a\0b", "x" * 300, "\udcff"])
+def test_a_cache_folder_that_cannot_be_is_refused(tmp_path: Path, name: str):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = dict(os.environ)
+    with pytest.raises(CacheFolderError, match="a folder that is there or can be made"):
+        warmup(32, cache_dir=tmp_path / name)
+    assert dict(os.environ) == before
 
 
 @pytest.fixture
@@ -216,7 +247,9 @@ def test_a_mutated_certificate_is_refused_or_says_the_same(
 
 
 @pytest.mark.usefixtures("variables")
-def test_the_command_warms_and_verifies(folder: Path, tmp_path: Path):
+def test_the_command_warms_and_verifies(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     fake_jit_op.manifest(32).save(tmp_path / "m.json")
     saved, cache = str(tmp_path / "c.json"), ["--cache-dir", str(tmp_path / "cache")]
 
@@ -233,12 +266,18 @@ def test_the_command_warms_and_verifies(folder: Path, tmp_path: Path):
     code, said = run("verify", saved, *cache)
     assert code == 1
     assert "fake plain (n32-m1): damaged in" in said
+    assert run("verify", saved, "--cache-dir", str(tmp_path / "none"))[0] == 1
+    assert not (tmp_path / "none").exists()  # it only looks
+    (tmp_path / "raises.py").write_text("raise RuntimeError('at import')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match="no GPU here"):
         assert run("warmup", str(tmp_path / "m.json"))[0] == 1
     for arguments in (
         ["warmup", saved, "--target", "sm_90"],
         ["warmup", str(tmp_path / "m.json"), "--target", "GTX"],
         ["warmup", str(tmp_path / "m.json"), "--target", "sm_90", "--import", "no.such_module"],
+        ["warmup", str(tmp_path / "m.json"), "--target", "sm_90", "--import", "raises"],
+        ["warmup", str(tmp_path / "m.json"), "--target", "sm_90", "--import", ""],
         ["warmup", str(tmp_path / "m.json"), "--target", "sm_90", "--max-tokens", "0"],
         ["verify", str(tmp_path / "m.json")],
     ):

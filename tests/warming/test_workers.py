@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from warm_units import warm_units
 
 from compile_ext.ops.device import Target
-from compile_ext.warming import UnitResult
+from compile_ext.warming import UnitResult, pool
 from compile_ext.warming.capacity import Capacity
 
 Warm = Callable[..., dict[str, UnitResult]]
@@ -134,6 +137,86 @@ def test_a_unit_whose_worker_dies_gets_another_one_once(warm: Warm, folder: Path
     # What a dead worker was writing is in its stage, and gone with it.
     assert [x.name for x in (folder / "cache").rglob("half")] == []
     assert list((folder / "cache" / ".compile_ext" / "stage").iterdir()) == []
+
+
+@forked
+def test_a_worker_whose_child_holds_its_pipes_is_missed_when_it_dies(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pool, "HEARTBEAT", 0.05)
+    start = time.monotonic()
+    found = warm("a orphan", "b")
+    assert (found["a"].status, found["a"].reason) == ("failed", "its worker died of SIGKILL")
+    assert found["b"].status == "compiled"
+    assert time.monotonic() - start < 60  # and not UNIT_SECONDS
+
+
+@forked
+def test_a_compiler_that_reads_stdin_finds_its_end(warm: Warm, folder: Path):
+    found = warm("a read-stdin", "b")
+    assert [x.status for x in found.values()] == ["compiled", "compiled"]
+
+
+@forked
+def test_a_compiler_may_change_its_working_directory(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fake_jit.FakeJit, "folder", lambda self: Path("cache"))
+    found = warm("a chdir", "b", "c")
+    assert [x.status for x in found.values()] == ["compiled"] * 3
+    assert (folder / "cache" / "kernel.c").is_dir()
+
+
+def test_workers_import_what_the_caller_imports(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not a module of the working directory, and what is no string on the path is passed over."""
+    (folder / "json.py").write_text("raise SystemExit('the wrong json')")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path, folder])
+    assert warm("a")["a"].status == "compiled"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_worker_that_the_system_does_not_start_fails_all(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+):
+    monkeypatch.setenv("TOO_LARGE", "x" * 2**18)  # Linux takes 128 KiB a variable
+    found = warm("a", "b", jobs=jobs)
+    reason = "a worker did not start: [Errno 7] Argument list too long"
+    for x in found.values():
+        assert x.status == "failed"
+        assert x.reason.startswith(reason)
+
+
+@forked
+def test_fewer_workers_than_wanted_do_it_all(
+    warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[None] = []
+
+    class Few(pool.WorkerProcess):
+        def __init__(self, devices: str) -> None:
+            if started:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            started.append(None)
+            super().__init__(devices)
+
+    monkeypatch.setattr(pool, "WorkerProcess", Few)
+    found = warm("a", "b", "c", jobs=3)
+    assert [x.status for x in found.values()] == ["compiled"] * 3
+
+
+@forked
+def test_nobody_need_read_the_progress(warm: Warm, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stderr", os.fdopen(writing, "w", buffering=1))
+    found = warm("a", "b", progress=True)
+    assert [x.status for x in found.values()] == ["compiled", "compiled"]
+    monkeypatch.setattr(sys, "stderr", open("/dev/full", "w", buffering=1))  # noqa: SIM115
+    assert warm("c", progress=True)["c"].status == "compiled"
 
 
 @forked
