@@ -191,7 +191,16 @@ def _flat(shape: list[Any], strides: list[Any]) -> tuple[list[Any], list[Any]]:
     import sympy
 
     long = [(n, s) for n, s in zip(shape[:-1], strides[:-1], strict=True) if n != 1]
-    together = all(sympy.expand(s - t * n) == 0 for (_, s), (n, t) in pairwise(long))
+    together = all(sympy.expand(_whole(s - t * n)) == 0 for (_, s), (n, t) in pairwise(long))
     row = long[-1][1] if long else shape[-1]
     m = sympy.prod(shape[:-1])
     return [m, shape[-1]], ([row, strides[-1]] if together else [shape[-1], sympy.Integer(1)])
+
+
+def _whole(stride: Any) -> Any:
+    """``Max(1, s)``, as strides have it of a size that may be 0, is ``s``: of no elements, none
+    matters."""
+    return stride.replace(
+        lambda x: type(x).__name__ == "Max" and len(x.args) == 2 and 1 in x.args,
+        lambda x: next(y for y in x.args if y != 1),
+    )

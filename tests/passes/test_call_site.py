@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compile_ext
+from compile_ext.ops import router_gemm
 from compile_ext.ops.call_site import CallSite, NotReachable, SizeValue, TensorForm
 
 ops = torch.ops.compile_ext_tests
@@ -194,6 +195,21 @@ def test_what_pins_and_prefetches_is_of_the_call() -> None:
 
     call = the_call(pinned, x)
     assert (call.argument("pinned"), call.argument("prefetch")) == ("reference", False)
+
+
+def test_rows_of_sizes_from_data_lie_as_those_of_others() -> None:
+    """Their strides are of ``Max(1, s)``: no reason to take them for rows that do not fit."""
+
+    def cut(x: Tensor) -> Any:
+        return router_gemm(torch.cat([x, x[..., :3]], -1)[..., :8], W.bfloat16())
+
+    x = torch.randn(3, 5, 8).bfloat16()
+    backed = the_call(cut, marked(x.clone(), 0, 1)).argument("a")
+    torch._dynamo.reset()  # of the graph of the other call
+    for dim in (0, 1):
+        torch._dynamo.decorators.mark_unbacked(x, dim)
+    assert the_call(cut, x).argument("a") == backed
+    assert backed == TensorForm("bfloat16", ("M", 8), (11, 1))
 
 
 def test_sizes_and_numbers_among_the_arguments() -> None:
