@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from compile_ext.ops import column_major
+from compile_ext.ops import column_major, triton_support
 from compile_ext.options import Options
 
 
@@ -27,6 +27,7 @@ def compile_inner(
     from torch._inductor.compile_fx import compile_fx
 
     column_major.register_lowering()
+    triton_support.keep_cache_folder()
     # torch 2.11 and 2.12 neither pass a name nor take one.
     region: dict[str, Any] = {"compile_region_name": name} if name else {}
     run: Any = compile_fx(gm, list(inputs), config_patches=options.inductor or None, **region)

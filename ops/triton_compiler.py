@@ -19,7 +19,6 @@ from compile_ext.ops import device, launches, triton_support
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
 
-_FOLDER = "TRITON_CACHE_DIR"
 _GROUP = "__grp__"  # of the file that names the files of an entry by their full path
 _WARP = 32
 _PATCH = threading.Lock()
@@ -53,15 +52,15 @@ class TritonCompiler:
         from compile_ext.ops.renew import renewed  # which knows all ops
 
         source, options = renewed(unit, target).how
-        before = os.environ.get(_FOLDER)
-        os.environ[_FOLDER] = str(stage)  # read at each use
+        before = os.environ.get(triton_support.CACHE_VARIABLE)
+        os.environ[triton_support.CACHE_VARIABLE] = str(stage)  # read at each use
         try:
             triton.compile(source, target=_gpu(target), options=options)
         finally:
             if before is None:
-                del os.environ[_FOLDER]
+                del os.environ[triton_support.CACHE_VARIABLE]
             else:
-                os.environ[_FOLDER] = before
+                os.environ[triton_support.CACHE_VARIABLE] = before
 
     def arrived(self, entry: Path) -> tuple[str, ...]:
         """The group file names its files by their full path: those of the folder that it was

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from compile_ext.ops.checks import FP8
 from compile_ext.ops.errors import KernelUnavailable, SealError
 from compile_ext.ops.ue8m0 import E8M0
 
+CACHE_VARIABLE = "TRITON_CACHE_DIR"
 MIN_CAPABILITY = (8, 0)  # Ampere: older devices have no bfloat16 in hardware
 PDL_CAPABILITY = (9, 0)  # Hopper
 FP8_CAPABILITY = (8, 9)  # conversions from and to e4m3 in hardware begin with Ada
@@ -93,6 +95,16 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def keep_cache_folder() -> None:
+    """Let Triton go on with the folder that it keeps kernels in now. Inductor names another one for
+    each device, in the variable that Triton reads, when it first makes a kernel: from then on what
+    a warmup has compiled would not be found, nor what another rank has."""
+    if is_installed() and os.environ.get(CACHE_VARIABLE) is None:
+        from triton import knobs
+
+        os.environ[CACHE_VARIABLE] = str(knobs.cache.dir)
+
+
 def run_of(kernel: str, function: str = "run") -> Callable[..., Any]:
     """A function of ``compile_ext.ops.<kernel>``, which imports Triton: at the first call. Raises
     KernelUnavailable where Triton does not load, compile or keep a kernel."""
@@ -119,7 +131,7 @@ def _why_not_compiled(error: Exception) -> str | None:
         return f"Triton does not load ({lines[0]})"
     # Nothing but Triton's compiler opens a file or starts a process in a launch.
     if isinstance(error, (OSError, subprocess.SubprocessError)):
-        hint = "TRITON_CACHE_DIR names the folder where it keeps kernels"
+        hint = f"{CACHE_VARIABLE} names the folder where it keeps kernels"
         return f"Triton does not compile it ({lines[0]}); {hint}"
     if isinstance(error, RuntimeError):
         said = any(text in str(error) for text in _COMPILE_ERRORS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from typing import Any
 
@@ -327,3 +328,19 @@ def test_meta_model_with_inner_eager() -> None:
         out = torch.compile(model, backend="compile_ext", options=EAGER)(x)
     assert out[0].shape == (5, 50)
     assert {r.site.n for r in compile_ext.explain(model).rows if r.site} == {64, 8}
+
+
+@pytest.mark.parametrize("given", [None, "/somewhere"])
+def test_inductor_moves_no_cache_of_triton(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names a folder of its own, for each device, where none is named yet."""
+    from triton import knobs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", given or "")
+    if given is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    wanted = str(knobs.cache.dir)
+    torch.compile(torch.sin, backend="compile_ext")(torch.ones(2))
+    assert os.environ["TRITON_CACHE_DIR"] == wanted == str(knobs.cache.dir)
+    assert wanted == given or given is None

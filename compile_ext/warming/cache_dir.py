@@ -7,13 +7,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from compile_ext.ops import cache_folder
+from compile_ext.ops import cache_folder, triton_support
 from compile_ext.ops.errors import CacheFolderError
 
 # Environment variable -> its folder. This package's own holds ``kernels`` (CuTe DSL) and
 # ``kernel_tables`` (which kernel is tried first).
 _FOLDERS = {
-    "TRITON_CACHE_DIR": "triton",
+    triton_support.CACHE_VARIABLE: "triton",
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     cache_folder.VARIABLE: "compile_ext",

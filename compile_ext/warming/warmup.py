@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_ext.manifest import Manifest, sites
+from compile_ext.ops import triton_support
 from compile_ext.ops.compile_unit import CompileUnit
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import ArgumentError, WarmupError, in_one_line
@@ -79,6 +80,7 @@ def warmup(
     batch_sizes = _check_graphs(model, batch_sizes, inputs)
     if cache_dir is not None:
         use_cache_dir(Path(cache_dir))
+    triton_support.keep_cache_folder()
     target = target or target_here()
     graphs: tuple[GraphResult, ...] = ()
     problems: tuple[str, ...] = ()
