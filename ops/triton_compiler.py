@@ -64,14 +64,16 @@ class TritonCompiler:
 
     def arrived(self, entry: Path) -> tuple[str, ...]:
         """The group file names its files by their full path: those of the folder that it was
-        written in."""
+        written in. Triton loads what it names, so it must name all."""
         groups = sorted(entry.glob(f"{_GROUP}*.json"))
+        present = {x.name for x in entry.iterdir() if x.is_file()}
+        present -= {path.name for path in groups}
         for path in groups:
             content = json.loads(path.read_text())
             names = content.get("child_paths", {}) if isinstance(content, dict) else {}
             files = {name: str(entry / name) for name in names}
-            if not files or not all((entry / name).is_file() for name in names):
-                raise ValueError(f"{path.name} names files that are not there")
+            if not files or set(files) != present:
+                raise ValueError(f"{path.name} does not name the files that are there")
             if files == names:
                 continue
             temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

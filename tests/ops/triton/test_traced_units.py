@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from compile_ext.ops import triton_compiler
+from compile_ext.ops.triton_compiler import TRITON
 
 SCRIPT = Path(__file__).with_name("plan_units.py")
 
@@ -60,3 +61,18 @@ def test_a_patch_of_anothers_stays_and_launches_still_arrive() -> None:
         assert arrived == [(5,)]
     finally:
         jit.run = before
+
+
+@pytest.mark.parametrize("named", [["k.json"], ["k.cubin", "k.json", "k.ptx"], []], ids=len)
+def test_a_group_that_does_not_name_its_files_is_damaged(named: list[str], tmp_path: Path) -> None:
+    """Triton takes what the group names: without its cubin it would compile anew."""
+    for name in ("k.json", "k.cubin"):
+        (tmp_path / name).write_text("{}")
+    group = tmp_path / "__grp__k.json"
+    group.write_text(json.dumps({"child_paths": {x: f"/elsewhere/{x}" for x in named}}))
+    with pytest.raises(ValueError, match="does not name the files that are there"):
+        TRITON.arrived(tmp_path)
+    group.write_text(json.dumps({"child_paths": {x: "/old" for x in ("k.json", "k.cubin")}}))
+    assert TRITON.arrived(tmp_path) == (group.name,)
+    found = json.loads(group.read_text())["child_paths"]
+    assert found == {x: str(tmp_path / x) for x in ("k.json", "k.cubin")}
