@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +90,7 @@ def plan(manifest: Manifest, target: Target, max_tokens: int) -> Plan:
                 units[unit.key] = unit
         sites.append(PlannedSite(site, kernels, tuple(x.key for x in found)))
     hot_first = sorted(units.values(), key=lambda x: (x.calls[0].m, x.compiler.name, x.kernel))
-    missing = tuple(_missing(manifest, target))
+    missing = tuple(_missing(sites, target))
     return Plan(tuple(hot_first), tuple(sites), tuple(not_covered), missing)
 
 
@@ -107,13 +106,13 @@ def _check(found: tuple[Any, ...], known: Mapping[str, CompileUnit]) -> None:
             raise ValueError(f"{unit.compiler.name}'s key {unit.key} is one of {other}'s too")
 
 
-def _missing(manifest: Manifest, target: Target) -> Iterator[Missing]:
+def _missing(sites: Iterable[PlannedSite], target: Target) -> Iterator[Missing]:
     kernels: dict[str, set[str]] = {}
-    for site in manifest.sites:
-        with contextlib.suppress(AttributeError):  # an op that nobody has registered: said above
-            definition = definition_of(site.call.overload)
-            for kernel in definition.kernels if definition is not None else ():
-                kernels.setdefault(kernel.name.split("_small_m")[0], set()).add(_name(site.call))
+    for planned in sites:
+        call = planned.site.call
+        definition = definition_of(call.overload)
+        for kernel in definition.kernels if definition is not None else ():
+            kernels.setdefault(kernel.name.split("_small_m")[0], set()).add(_name(call))
     why_not: dict[str, Callable[[], str | None]] = {
         "cute": cute_support.why_no_compiler,
         "deep_gemm": deep_gemm_support.why_not,
