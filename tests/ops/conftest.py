@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_ext.ops import deep_gemm_support
+from compile_ext.ops import deep_gemm_support, define
 
 Dequantize64 = Callable[[Tensor, Tensor, int], Tensor]
 RunWithoutValues = Callable[..., Tensor]
@@ -66,4 +66,7 @@ def deep_gemm(
     compiler.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    # A call that finds a function missing gives the kernel up: for this test alone.
+    for kernel in (k for x in define.definitions() for k in x.kernels if k.name == "deep_gemm"):
+        monkeypatch.setattr(kernel, "failures", {})
     return monkeypatch
