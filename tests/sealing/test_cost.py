@@ -24,7 +24,8 @@ def functions(call: Call) -> list[str]:
 
     def note(frame: FrameType, event: str, function: Any) -> None:
         if event == "call":
-            seen.append(f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}")
+            code = frame.f_code
+            seen.append(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}")
         elif event == "c_call":
             seen.append(function.__qualname__)
 
