@@ -94,11 +94,17 @@ class LiveGraphs:
 
     def uses(self, record: GraphRecord) -> Iterator[tuple[Entry, str, tuple[str, ...]]]:
         """Of each entry of a graph, once for each weight of this model that it serves: its module
-        path, and how the constants derived from the weight are kept."""
+        path, and how the constants derived from the weight are kept.
+
+        A weight that the caller hands in may be dead when one asks (``experts[i]``, a view of the
+        call): what remains of such a call is its line of the program."""
         served = record.served()
         for entry in record.report.entries:
             if not entry.weights:
                 yield entry, entry.hint, ()
+            elif not served:
+                at = set(entry.weights)
+                yield from ((entry, x, ()) for x in self._names_of_dead(record, at, entry.hint))
             for tensors, binding in served:
                 for position in entry.weights:
                     name = self.names.get(id(tensors[position]))
@@ -106,6 +112,14 @@ class LiveGraphs:
                         name = entry.hint
                     if name is not None:
                         yield entry, name, _kinds(position, binding)
+
+    def _names_of_dead(self, record: GraphRecord, at: set[int], hint: str) -> list[str]:
+        """The module paths of the weights at these positions, of calls whose inputs are dead."""
+        if not record.call_inputs:
+            return []
+        names = [self.names.get(id(t)) for position, t in record.kept() if position in at]
+        handed_in = [hint] if at & record.call_inputs else []
+        return list(dict.fromkeys([*handed_in, *(x for x in names if x is not None)]))
 
     def has_line(self, file: str | None, line: int | None) -> bool:
         """Whether a line is one of the model's code."""
@@ -115,7 +129,10 @@ class LiveGraphs:
         )
 
     def _has(self, record: GraphRecord) -> bool:
-        if any(id(t) in self.names for tensors, _ in record.served() for t in tensors.values()):
+        seen = [t for tensors, _ in record.served() for t in tensors.values()]
+        if record.call_inputs and not seen:
+            seen = [t for _, t in record.kept()]
+        if any(id(t) in self.names for t in seen):
             return True
         if not record.call_inputs.issuperset(record.weights):
             return False  # it has parameters, of another model

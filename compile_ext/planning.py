@@ -99,6 +99,15 @@ def _check(found: tuple[Any, ...], known: Mapping[str, CompileUnit]) -> None:
     for unit in found:
         if not isinstance(unit, CompileUnit):
             raise TypeError(f"compile_units gives a {type(unit).__name__}, wanted a CompileUnit")
+        for name, value in (
+            ("key", unit.key),
+            ("kernel", unit.kernel),
+            ("compiler.name", unit.compiler.name),
+        ):
+            if not isinstance(value, str) or not value.isprintable():
+                raise TypeError(f"a unit has {name}={value!r}, wanted a printable str")
+        if not isinstance(unit.seconds, int | float):
+            raise TypeError(f"unit {unit.key} has seconds={unit.seconds!r}, wanted a number")
         if not unit.calls or not all(isinstance(call, Call) for call in unit.calls):
             raise TypeError(f"unit {unit.key} has calls={unit.calls!r}, wanted one Call or more")
         other = known.get(unit.key, unit).compiler.name

@@ -45,7 +45,10 @@ class GraphRecord:
         backend_seconds: wall time of our passes and of the inner compiler.
         compile_id: Dynamo's name for the compilation, ``frame/attempt``.
         target: the GPU that tensors of the device ``meta`` stood for, if any.
-        bindings: for the identities of each set of weights that came by, what they need.
+        bindings: for the identities of each set of weights that came by, what they need. It goes
+            with the first of them that dies.
+        parameters: those of ``weights`` that the caller does not hand in and that came by, by
+            position and identity: they tell whose graph it is when what he hands in has died.
     """
 
     report: GraphReport
@@ -57,6 +60,7 @@ class GraphRecord:
     compile_id: str = ""
     target: Target | None = None
     bindings: dict[tuple[int, ...], Binding] = field(default_factory=dict)
+    parameters: dict[tuple[int, int], weakref.ref[Tensor]] = field(default_factory=dict)
 
     def bind(self, weights: Sequence[Any], args: Sequence[Any]) -> Binding:
         """Note the weights of a call, those at ``weights``, and make their constants."""
@@ -66,9 +70,16 @@ class GraphRecord:
             if (record := me()) is not None:  # which dies with its graph
                 record.bindings.pop(key, None)
 
+        for position, t in zip(self.weights, weights, strict=True):
+            if position not in self.call_inputs:
+                self._note_parameter((position, id(t)), t)
         refs = tuple(weakref.ref(t, forget) for t in weights)
         self.bindings[key] = binding = Binding(refs, self.constants, args)
         return binding
+
+    def _note_parameter(self, key: tuple[int, int], t: Tensor) -> None:
+        seen = self.parameters
+        seen[key] = weakref.ref(t, lambda _: seen.pop(key, None))
 
     def served(self) -> list[tuple[dict[int, Tensor], Binding]]:
         """For each set of weights seen and still alive: position -> tensor, and its constants."""
@@ -79,6 +90,11 @@ class GraphRecord:
             if [form(x) for x in tensors] == binding.forms:
                 found.append((dict(zip(self.weights, tensors, strict=True)), binding))
         return found
+
+    def kept(self) -> list[tuple[int, Tensor]]:
+        """The parameters that came by and are alive, each with its position."""
+        found = [(position, r()) for (position, _), r in self.parameters.items()]
+        return [(position, t) for position, t in found if t is not None]
 
 
 # When Dynamo was last reset, in microseconds since the epoch: what it did before concerns no live

@@ -202,6 +202,22 @@ def test_a_range_without_a_limit_inside_begins_with_its_first_number() -> None:
             "TypeError: unit mm-1 has calls=('M = 1',), wanted one Call or more",
         ),
         (
+            lambda jit, call: [CompileUnit(jit, "mm", as_any(5), call)],
+            "TypeError: a unit has key=5, wanted a printable str",
+        ),
+        (
+            lambda jit, call: [CompileUnit(jit, "mm", "mm-\udcff", call)],
+            "TypeError: a unit has key='mm-\\udcff', wanted a printable str",
+        ),
+        (
+            lambda jit, call: [CompileUnit(jit, as_any(None), "mm-1", call)],
+            "TypeError: a unit has kernel=None, wanted a printable str",
+        ),
+        (
+            lambda jit, call: [CompileUnit(jit, "mm", "mm-1", call, seconds=as_any(None))],
+            "TypeError: unit mm-1 has seconds=None, wanted a number",
+        ),
+        (
             lambda jit, call: [CompileUnit(as_any(Jit2()), "mm", "taken", call)],
             "ValueError: jit2's key taken is one of jit's too",
         ),

@@ -29,6 +29,7 @@ class Seal:
     def __init__(self, action: Action) -> None:
         self._action = action
         self._depth = 0  # of `with`, where one seal is used in itself
+        self._was_on = False  # before the outermost of them
 
     def on(self) -> None:
         """From now on each compile is told. Nothing happens where it is on already."""
@@ -50,6 +51,8 @@ class Seal:
 
     def __enter__(self) -> Seal:
         with _LOCK:
+            if self._depth == 0:
+                self._was_on = self in _on
             self._depth += 1
             self.on()
         return self
@@ -62,7 +65,7 @@ class Seal:
     ) -> None:
         with _LOCK:
             self._depth -= 1
-            is_last = self._depth == 0
+            is_last = self._depth == 0 and not self._was_on
         if is_last:
             try:
                 if error is None:

@@ -30,7 +30,7 @@ def use_cache_dir(folder: Path) -> None:
         CacheFolderError: DeepGEMM, which reads the name of its folder once, has read another one;
             or the folder cannot be made. Nothing has changed then.
     """
-    folder = folder.absolute()
+    folder = _absolute(folder)
     given = os.environ.get("DG_JIT_CACHE_DIR", "")
     wanted = str(folder / _FOLDERS["DG_JIT_CACHE_DIR"])
     if "deep_gemm" in sys.modules and given != wanted:
@@ -53,8 +53,12 @@ def use_cache_dir(folder: Path) -> None:
 
 
 def look_in(folder: Path) -> None:
-    """From now on this process, and those that it starts, look below ``folder``."""
-    folder = folder.absolute()
+    """From now on this process, and those that it starts, look below ``folder``.
+
+    Raises:
+        CacheFolderError: it is relative, and the working directory is gone.
+    """
+    folder = _absolute(folder)
     os.environ.update({variable: str(folder / name) for variable, name in _FOLDERS.items()})
 
 
@@ -71,3 +75,12 @@ def _copy_new(source: Path, target: Path) -> None:
         fix = "name a folder that takes files, or copy the tables there yourself"
         wanted = f"a folder that takes the measured tables of {source}"
         raise CacheFolderError("warmup(cache_dir=)", str(error), wanted, fix) from error
+
+
+def _absolute(folder: Path) -> Path:
+    try:
+        return folder.absolute()
+    except OSError as error:
+        found = f"{folder}, and a working directory that is gone ({error.strerror})"
+        fix = "change to a folder that is there, or name an absolute one"
+        raise CacheFolderError("cache_dir", found, "a folder", fix) from error

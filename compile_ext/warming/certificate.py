@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_ext import checked_json
+from compile_ext.manifest import NotCovered
 from compile_ext.ops.compile_unit import Compiler
 from compile_ext.ops.cute_compiler import CUTE
 from compile_ext.ops.deep_gemm_compiler import DEEP_GEMM
@@ -61,7 +62,8 @@ class Certificate:
         arch, gpu, multiprocessors: what was compiled for; ``gpu`` is "" for any of ``arch``.
         versions: of what the kernels come from.
         folders: compiler -> where its kernels lay.
-        units, sites: all of them.
+        units, sites: all that were planned.
+        not_covered: the calls that were not, and why.
     """
 
     arch: str
@@ -71,6 +73,7 @@ class Certificate:
     folders: Mapping[str, str]
     units: tuple[CertifiedUnit, ...]
     sites: tuple[CertifiedSite, ...]
+    not_covered: tuple[NotCovered, ...]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Raises CertificateError where the file cannot be written."""
@@ -157,6 +160,7 @@ def certificate_of(report: WarmupReport) -> Certificate:
         {name: str(folder) for name, folder in report.folders.items()},
         tuple(units),
         tuple(sites),
+        report.not_covered,
     )
 
 
@@ -188,7 +192,10 @@ def _certificate(content: dict[str, Any]) -> Certificate:
         )
         for site in content.pop("sites")
     )
-    found = Certificate(units=units, sites=sites, **content)
+    not_covered = tuple(
+        NotCovered(**{**x, "modules": tuple(x["modules"])}) for x in content.pop("not_covered")
+    )
+    found = Certificate(units=units, sites=sites, not_covered=not_covered, **content)
     texts = [found.arch, found.gpu, *found.versions.values(), *found.folders.values()]
     for unit in units:
         texts += [unit.compiler, unit.kernel, unit.key, unit.reason, unit.content or ""]

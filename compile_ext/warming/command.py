@@ -67,4 +67,7 @@ def verify(console: Console, certificate: Path, cache_dir: Path | None) -> bool:
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
     if not problems:
         console.print(f"{len(certified.units)} kernels are as certified")
+    for x in certified.not_covered:
+        text = f"not covered when it was made: {x.op} ({', '.join(x.modules)}): {x.reason}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     return not problems

@@ -90,9 +90,10 @@ class Engine:
             try:
                 # Absolute: a compiler may change the working directory of its worker.
                 self._stores[compiler.name] = Store(compiler, compiler.folder().absolute())
-            except ImportError as error:
+            except Exception as error:  # not installed, or of a compiler of another package
                 reason = compiler.why_not(self._target)
-                self._stores[compiler.name] = reason or str(error)
+                said = f"its folder is not known ({type(error).__name__}: {error})"
+                self._stores[compiler.name] = reason or said
         return self._stores[compiler.name]
 
     def _without_cached(self, units: Iterable[CompileUnit]) -> list[CompileUnit]:

@@ -155,6 +155,11 @@ def _warnings(manifest: Manifest, planned: Plan, target: Target | None) -> Itera
             "nothing was compiled: there is no GPU here, and no target was named: pass"
             ' target=compile_ext.target_named("sm_90"), or run where the GPU is'
         )
+    elif manifest.sites and not planned.sites:
+        yield (
+            f"none of the {len(manifest.sites)} sites could be planned for {target.arch}; of"
+            f" {planned.not_covered[-1].op}: {planned.not_covered[-1].reason}"
+        )
     elif manifest.sites and not planned.units:
         yield (
             f"none of the {len(manifest.sites)} sites needs a kernel that is compiled for"

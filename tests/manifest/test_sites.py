@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import compile_ext
 from compile_ext.layers import ChannelFp8Linear
-from compile_ext.ops import rms_norm
+from compile_ext.ops import block_scaled_mm, quantize_fp8_blocks, rms_norm
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.ops.errors import NotCompiledError
 
@@ -143,6 +143,45 @@ def test_graph_breaks_add_up() -> None:
     with torch.no_grad():
         manifest = compile_ext.collect(Broken(), torch.randn(5, 32))
     assert [(s.modules, s.call.n) for s in manifest.sites] == [(("first",), 32), (("second",), 64)]
+
+
+def test_a_weight_of_a_call_that_is_dead() -> None:
+    """``experts[i]``: a view that no one holds when one asks."""
+
+    def expert(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return block_scaled_mm(x, weight, None, scale)
+
+    pairs = [quantize_fp8_blocks(torch.randn(64, 128)) for _ in range(2)]
+    weights = torch.stack([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
+    scales, x = torch.stack([scale for _, scale in pairs]), torch.randn(5, 128).bfloat16()
+    compiled = torch.compile(expert, backend="compile_ext", options=EAGER)
+    for i in range(2):
+        compiled(x, weights[i], scales[i])
+    (site,) = compile_ext.sites(compiled).sites
+    assert (site.call.n, site.call.k, site.call.m) == (64, 128, (5, 5))
+
+
+class Stored(nn.Module):
+    """A weight that is stored as bytes, and seen as FP8 before a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        q, scale = quantize_fp8_blocks(torch.randn(64, 128))
+        self.weight = nn.Parameter(q.view(torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(torch.float8_e4m3fn)
+        torch._dynamo.graph_break()
+        return block_scaled_mm(x, weight, None, self.scale)
+
+
+def test_a_view_from_in_front_of_a_graph_break() -> None:
+    first, second, x = Stored(), Stored(), torch.randn(5, 128).bfloat16()
+    compiled = torch.compile(first, backend="compile_ext", options=EAGER)
+    compiled(x)
+    for found in (compile_ext.sites(compiled), compile_ext.collect(second, x)):
+        assert [(s.call.n, s.call.k) for s in found.sites] == [(64, 128)]
 
 
 def test_one_graph_for_all_layers() -> None:

@@ -108,6 +108,17 @@ def test_one_seal_in_itself_goes_with_the_outer_block() -> None:
             happen()
 
 
+def test_a_block_leaves_a_switch_that_was_on_as_it_was() -> None:
+    switch = seal("error")
+    switch.on()
+    with switch:
+        pass
+    with pytest.raises(SealError):
+        happen()
+    switch.off()
+    happen()
+
+
 def test_of_several_one_that_refuses_is_enough_and_all_hear() -> None:
     heard: list[CompileEvent] = []
     with seal("error"), seal(heard.append), pytest.raises(SealError):
