@@ -2,9 +2,9 @@
 
     out[m, g] = scale[m, g], with strides (1, m rounded up to 4)
 
-What ``empty_strided`` and ``copy_`` do in ``quantize_fp8_groups``. Traced with a symbolic m, that
-``copy_`` asks whether the buffer is dense, which guards on m % 4: two graphs for one. Nobody asks
-that of an op's result. Inductor computes it where it computes the scale (``register_lowering``).
+What ``empty_strided`` and ``copy_`` do. Traced with a symbolic m, that ``copy_`` asks whether the
+buffer is dense, which guards on m % 4: two graphs for one. Nobody asks that of an op's result.
+Inductor computes it where it computes the scale (``register_lowering``).
 """
 
 from __future__ import annotations

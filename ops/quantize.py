@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_ext.ops import ue8m0
+from compile_ext.ops import column_major, ue8m0
 from compile_ext.ops.checks import FP8, dtype_in, rank_is, shape_is
 
 BLOCK = 128
@@ -150,10 +150,8 @@ def _pad_to_blocks(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    # empty_strided + copy_ and not F.pad: Inductor fuses the first, the second costs a kernel
-    # (H200).
-    m, groups = scale.shape
-    out = torch.empty_strided(
-        (m, groups), (1, (m + 3) // 4 * 4), dtype=scale.dtype, device=scale.device
-    )
-    return out.copy_(scale)
+    # Traced, copy_ would guard on m % 4; the op has no gradient.
+    if torch.compiler.is_compiling() and not scale.requires_grad:
+        laid_out: Tensor = column_major.OP(scale)
+        return laid_out
+    return column_major.column_major_ref(scale)

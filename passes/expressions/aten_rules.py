@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compile_ext.ops import column_major
 from compile_ext.passes.expressions.arithmetic import Arithmetic
 from compile_ext.passes.expressions.expression import Expr, to_float32
 from compile_ext.passes.expressions.forms import FLOAT32, LOW, Value, is_one, named, widens
@@ -225,7 +226,7 @@ _NO_CHANGE = (
     aten.alias.default, aten.detach.default,
 )  # fmt: skip
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_NO_CHANGE, _same),
+    **dict.fromkeys((*_NO_CHANGE, column_major.OP), _same),
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten._to_copy.default: _cast,

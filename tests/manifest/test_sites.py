@@ -10,7 +10,7 @@ from manifest_model import H200, Layer, Model, modules, on_h200, tokens
 from torch import Tensor, nn
 
 import compile_ext
-from compile_ext.layers import ChannelFp8Linear
+from compile_ext.layers import BlockFp8Linear, ChannelFp8Linear
 from compile_ext.ops import block_scaled_mm, quantize_fp8_blocks, rms_norm
 from compile_ext.ops.device import Target, as_if_on
 from compile_ext.ops.errors import NotCompiledError
@@ -182,6 +182,15 @@ def test_a_view_from_in_front_of_a_graph_break() -> None:
     compiled(x)
     for found in (compile_ext.sites(compiled), compile_ext.collect(second, x)):
         assert [(s.call.n, s.call.k) for s in found.sites] == [(64, 128)]
+
+
+def test_scales_that_are_powers_of_two_take_any_number_of_tokens() -> None:
+    layer = BlockFp8Linear(torch.randn(64, 256), use_ue8m0=True)
+    x = torch.randn(16, 256).bfloat16()
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=8192)
+    found = compile_ext.collect(layer, x)
+    assert ranges(found) == {(2, 8192)}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_one_graph_for_all_layers() -> None:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import compile_ext
 from compile_ext.cli import app
+from compile_ext.manifest import NotCovered
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import (
     ArgumentError,
@@ -222,7 +223,9 @@ def certificate_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("certificate") / "c.json"
     plain = certificate.CertifiedUnit("fake", "plain", "n32-m1", "0" * 64, "")
     site = certificate.CertifiedSite("op", 32, 16, (1, None), ("layers.32",), ("n32-m1",))
-    Certificate("sm_90", "", 132, {"torch": "2"}, {"fake": "/x"}, (plain,), (site,)).save(path)
+    left = NotCovered("other", ("layers.33",), "no contract")
+    given = {"torch": "2"}, {"fake": "/x"}
+    Certificate("sm_90", "", 132, *given, (plain,), (site,), (left,)).save(path)
     return path.read_text()
 
 

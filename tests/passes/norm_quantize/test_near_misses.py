@@ -36,7 +36,7 @@ def tokens(*shape: int) -> Tensor:
 
 def reason(rewrite: Any, body: Callable[[Tensor, Tensor], Any], x: Tensor | None = None) -> str:
     got = rewrite(Model(body), tokens(5, K) if x is None else x)
-    assert "compile_ext::" not in got.graph
+    assert "compile_ext::" not in got.graph.replace("compile_ext::column_major", "")
     ((fired, detail),) = got.of(PASS)
     assert not fired
     return detail
