@@ -90,10 +90,9 @@ class Engine:
             try:
                 # Absolute: a compiler may change the working directory of its worker.
                 self._stores[compiler.name] = Store(compiler, compiler.folder().absolute())
-            except Exception as error:  # not installed, or of a compiler of another package
+            except ImportError as error:
                 reason = compiler.why_not(self._target)
-                said = f"its folder is not known ({type(error).__name__}: {error})"
-                self._stores[compiler.name] = reason or said
+                self._stores[compiler.name] = reason or str(error)
         return self._stores[compiler.name]
 
     def _without_cached(self, units: Iterable[CompileUnit]) -> list[CompileUnit]:
