@@ -70,7 +70,8 @@ def _backend(target: Target | None, options: str) -> Any:
 
 class LiveGraphs:
     """The graphs of a model: those that were compiled for what tensors of the device ``meta`` stand
-    for now.
+    for now. Of a function with no weights around it, those of whatever model it was handed: the
+    program's names for the weights stand for their module paths.
 
     Args:
         model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
@@ -80,6 +81,7 @@ class LiveGraphs:
         self.target = original(model)
         self.names = names_of(self.target)
         self._codes = _codes(self.target)
+        self._is_handed_models = not self.names and inspect.isfunction(inspect.unwrap(self.target))
         gpu = device.target()
         self.records = [r for r in records.live() if r.target == gpu and self._has(r)]
 
@@ -108,7 +110,9 @@ class LiveGraphs:
             for tensors, binding in served:
                 for position in entry.weights:
                     name = self.names.get(id(tensors[position]))
-                    if name is None and position in record.call_inputs:
+                    if name is None and (
+                        position in record.call_inputs or self._is_handed_models
+                    ):
                         name = entry.hint
                     if name is not None:
                         yield entry, name, _kinds(position, binding)
@@ -134,7 +138,7 @@ class LiveGraphs:
             seen = [t for _, t in record.kept()]
         if any(id(t) in self.names for t in seen):
             return True
-        if not record.call_inputs.issuperset(record.weights):
+        if not self._is_handed_models and not record.call_inputs.issuperset(record.weights):
             return False  # it has parameters, of another model
         return record.place is not None and self.has_line(record.place.file, record.place.line)
 

@@ -70,12 +70,12 @@ def roots_of(target: Any) -> dict[str, Any]:
     if isinstance(target, functools.partial):
         bound = {str(i): value for i, value in enumerate(target.args)}
         return {**roots_of(target.func), **bound, **target.keywords}
-    owner = getattr(target, "__self__", None)
+    function = inspect.unwrap(target)  # Dynamo wraps a method of torch's own modules
+    owner = getattr(function, "__self__", None)
     if owner is not None:  # torch.compile(model.forward)
         return roots_of(owner) if isinstance(owner, nn.Module) else vars(owner)
-    function = inspect.unwrap(target)
     if not inspect.isfunction(function):
-        return dict(vars(target)) if hasattr(target, "__dict__") else {}
+        return dict(vars(function)) if hasattr(function, "__dict__") else {}
     code = function.__code__
     names = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)

@@ -184,6 +184,44 @@ def test_a_view_from_in_front_of_a_graph_break() -> None:
         assert [(s.call.n, s.call.k) for s in found.sites] == [(64, 128)]
 
 
+class Wrapped(nn.Module):
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.proj = BlockFp8Linear(torch.randn(n, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+def test_the_models_that_a_function_is_handed() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)
+
+    def other(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)
+
+    models, x = [Wrapped(64), Wrapped(192)], torch.randn(5, 128).bfloat16()
+    compiled = torch.compile(step, backend="compile_ext", options=EAGER)
+    for model in models:
+        compiled(model, x)
+    third = Wrapped(320)
+    torch.compile(other, backend="compile_ext", options=EAGER)(third, x)
+    found = {s.call.n: s.modules for s in compile_ext.sites(compiled).sites}
+    assert found == {64: ("proj",), 192: ("proj",)}
+    assert {s.call.n for s in compile_ext.collect(other, third, x).sites} == {320}
+    # A function around a model: no other model's graphs.
+    around = torch.compile(lambda x: third(x), backend="compile_ext", options=EAGER)
+    around(x)
+    assert [s.modules for s in compile_ext.sites(around).sites] == [("third.proj",)]
+
+
+def test_a_method_of_a_module_of_torch() -> None:
+    model, x = nn.Sequential(BlockFp8Linear(torch.randn(64, 128))), torch.randn(5, 128).bfloat16()
+    compiled = torch.compile(model.forward, backend="compile_ext", options=EAGER)
+    compiled(x)
+    assert [s.modules for s in compile_ext.sites(compiled).sites] == [("0",)]
+
+
 def test_scales_that_are_powers_of_two_take_any_number_of_tokens() -> None:
     layer = BlockFp8Linear(torch.randn(64, 256), use_ue8m0=True)
     x = torch.randn(16, 256).bfloat16()
