@@ -43,7 +43,7 @@ def why_not(
     reason = tma_rows.why_not(b=b) if a.dtype != FP8 else tma_rows.why_not(a=a, b=b)
     if reason:
         return reason
-    reason = ue8m0.why_not(scale_b=scale_b)  # scale_a is copied into float32 anyway
+    reason = ue8m0.why_not(scale_b=scale_b)  # scale_a is copied into float32
     if reason:
         return reason
     if out_dtype not in _OUT:
@@ -69,19 +69,28 @@ def run(
     m, extra = a.shape[0], -a.shape[0] % _M_MULTIPLE
     if extra:
         a = F.pad(a, (0, 0, 0, extra))
-    # The rows added to a are cut off again: what their scales hold does not matter.
-    columns = a.new_empty(scale_a.shape[1], m + extra, dtype=torch.float32).t()
-    columns[:m].copy_(scale_a)
     out = F.scaled_mm(
         a,
         b.t(),
-        columns,
+        _whole_columns(scale_a, m + extra),
         ScalingType.BlockWise1x128,
         _whole_rows(scale_b).t(),
         ScalingType.BlockWise128x128,
         output_dtype=out_dtype,
     )
     return out[:m].contiguous() if extra else out
+
+
+def _whole_columns(scale: Tensor, rows: int) -> Tensor:
+    """``scale [m, groups]`` in float32 with strides (1, rows): itself where it lies so, which saves
+    a kernel. Of rows behind m, which are cut off again, it does not matter what the scales hold.
+    """
+    lies_so = scale.shape[0] == rows and scale.stride() == (1, rows)
+    if lies_so and scale.dtype == torch.float32 and tma_rows.why_not(scale=scale.t()) is None:
+        return scale
+    columns = torch.empty(scale.shape[1], rows, dtype=torch.float32, device=scale.device).t()
+    columns[: scale.shape[0]].copy_(scale)
+    return columns
 
 
 def _whole_rows(scale: Tensor) -> Tensor:

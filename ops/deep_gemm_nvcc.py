@@ -45,6 +45,8 @@ def stand_between(nvcc: Path) -> None:
     if given != str(SCRIPT):
         os.environ[REAL] = given or str(nvcc)
         os.environ[COMPILER] = str(SCRIPT)
+    elif not os.access(os.environ.get(REAL, ""), os.X_OK):  # inherited, in part or elsewhere
+        os.environ[REAL] = str(nvcc)
 
 
 def stands_between() -> bool:

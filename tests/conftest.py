@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compile_ext.ops import errors
+from compile_ext.ops import deep_gemm_nvcc, deep_gemm_support, errors
 
 # Triton's interpreter runs its kernels on CPU tensors. It has to be asked for before Triton is
 # imported, which Inductor does.
@@ -43,6 +43,27 @@ def fresh_dynamo() -> Iterator[None]:
     if dynamo := sys.modules.get("torch._dynamo"):  # importing it takes seconds, a reset 0.1 ms
         dynamo.reset()
         sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_variable_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A variable that still names a test's folder would misdirect a library in later tests."""
+    yield
+    if folder := request.node.funcargs.get("tmp_path"):
+        assert [name for name, value in os.environ.items() if str(folder) in value] == []
+
+
+@pytest.fixture
+def fresh_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """DeepGEMM is looked for anew, and its compiler too, in this test and after it: a real DeepGEMM
+    that compiled with a test's nvcc would leave an entry without a kernel in the user's cache."""
+    for name in (deep_gemm_nvcc.COMPILER, deep_gemm_nvcc.REAL):
+        monkeypatch.setenv(name, "")  # so that what it was comes back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(deep_gemm_nvcc, "_was_first", None)
+    deep_gemm_support.why_not.cache_clear()
+    yield
+    deep_gemm_support.why_not.cache_clear()
 
 
 AssertGemmClose = Callable[[Tensor, Tensor, Tensor, int], None]

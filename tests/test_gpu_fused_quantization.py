@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import compile_ext
 from compile_ext.layers import BlockFp8Linear
+from compile_ext.ops.quantize import quantize_fp8_blocks, quantize_fp8_groups
 
 pytestmark = pytest.mark.gpu
 K, FFN = 1024, 2048
@@ -99,3 +100,39 @@ def test_linears_of_one_input_share_its_quantization() -> None:
                 compiled(x)
             names = kernels_of(compiled, x)
             assert len(names) == 4, "\n".join([str(m), *names])
+
+
+def test_scales_that_are_powers_of_two_take_no_kernel_of_their_own() -> None:
+    layer = BlockFp8Linear(torch.randn(2 * FFN, K) / K**0.5, use_ue8m0=True).cuda()
+    compiled = torch.compile(layer, backend="compile_ext")
+    with torch.no_grad():
+        for m in (8, 5, 256, 1023):
+            x = torch.randn(m, K, device="cuda").bfloat16()
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=4096)
+            got = compiled(x)
+            names = kernels_of(compiled, x)
+            assert ["amax" in x for x in names] == [True, False], "\n".join([str(m), *names])
+            # Divided by a power of two, and rounded once: the same bits in any kernel.
+            assert torch.equal(got, layer(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_cublaslt_reads_scales_in_columns_where_they_lie() -> None:
+    b, scale_b = quantize_fp8_blocks(torch.randn(256, K, device="cuda"))
+
+    def product(a: Tensor, scale_a: Tensor) -> Tensor:
+        return torch.ops.compile_ext.block_scaled_mm(
+            a, b, scale_a, scale_b, None, torch.bfloat16, pinned="aten"
+        )
+
+    for m, with_copies in ((64, 2), (63, 4)):  # 63: a and its scales padded, the result cut
+        a, scale_a = quantize_fp8_groups(torch.randn(m, K, device="cuda"))
+        # Beside numbers that a kernel must not read, and at an address that it cannot.
+        beside = torch.full((m * K // 128 + 1,), torch.nan, device="cuda")
+        odd = beside[1:].as_strided((m, K // 128), (1, m)).copy_(scale_a)
+        assert len(kernels_of(product, a, scale_a)) == (1 if m % 4 == 0 else with_copies)
+        want = product(a, scale_a.contiguous())
+        for scale in (scale_a.contiguous(), odd):
+            assert len(kernels_of(product, a, scale)) == with_copies
+        for scale in (scale_a, odd):
+            assert torch.equal(product(a, scale), want)

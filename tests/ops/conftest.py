@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compile_ext.ops import deep_gemm_support, define
+from compile_ext.ops import define
 
 Dequantize64 = Callable[[Tensor, Tensor, int], Tensor]
 RunWithoutValues = Callable[..., Tensor]
@@ -41,14 +41,6 @@ def run_without_values() -> RunWithoutValues:
             return function(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
 
     return run
-
-
-@pytest.fixture
-def fresh_deep_gemm() -> Iterator[None]:
-    """DeepGEMM is looked for anew."""
-    deep_gemm_support.why_not.cache_clear()
-    yield
-    deep_gemm_support.why_not.cache_clear()
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,27 +65,21 @@ class Library(ModuleType):
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_deep_gemm: None) -> Library:
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     nvcc = home / "bin" / "nvcc"
     nvcc.write_text(NVCC.format(log=tmp_path / "log", broken=tmp_path / "broken"))
     nvcc.chmod(0o755)
-    for name in (deep_gemm_nvcc.COMPILER, deep_gemm_nvcc.REAL):
-        monkeypatch.setenv(name, "")  # so that what it was comes back
-        monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(deep_gemm_nvcc, "_was_first", None)
-    deep_gemm_support.why_not.cache_clear()
     found = Library(home, tmp_path / "cache")
     deep_gemm_nvcc.stand_between(nvcc)  # before the library is there
     monkeypatch.setitem(sys.modules, "deep_gemm", found)
     kernel = next(k for k in definition().kernels if k.name == "deep_gemm")
     monkeypatch.setattr(kernel, "why_not", lambda *args: None)
     monkeypatch.setattr(kernel, "failures", {})
-    yield found
-    deep_gemm_support.why_not.cache_clear()
+    return found
 
 
 def definition() -> Any:
@@ -181,6 +175,16 @@ def test_a_compiler_of_the_user_is_kept(
         call(net, 5)
     call(net, 5)
     assert (tmp_path / "own was called").exists()
+
+
+def test_a_compiler_that_is_not_there_is_replaced(
+    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A process that got one of the two variables, or both and another file system.
+    for real in ("", str(tmp_path / "gone")):
+        monkeypatch.setenv(deep_gemm_nvcc.REAL, real)
+        deep_gemm_nvcc.stand_between(library.home / "bin" / "nvcc")
+        assert os.environ[deep_gemm_nvcc.REAL] == f"{library.home}/bin/nvcc"
 
 
 def test_a_process_that_the_sealed_one_has_started_is_not_sealed(
