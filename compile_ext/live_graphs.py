@@ -110,9 +110,7 @@ class LiveGraphs:
             for tensors, binding in served:
                 for position in entry.weights:
                     name = self.names.get(id(tensors[position]))
-                    if name is None and (
-                        position in record.call_inputs or self._is_handed_models
-                    ):
+                    if name is None and (position in record.call_inputs or self._is_handed_models):
                         name = entry.hint
                     if name is not None:
                         yield entry, name, _kinds(position, binding)

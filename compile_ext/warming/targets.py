@@ -10,6 +10,8 @@ from compile_ext.ops import device_tables, kernel_table
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import ArgumentError
 
+_OLDEST = 7  # major: Triton compiles for nothing older, and sm_10 is a slip of sm_100
+
 
 def target_named(name: str) -> Target:
     """``sm_90``, or a GPU with a kernel table by its name or a part of it: ``H200``.
@@ -18,7 +20,7 @@ def target_named(name: str) -> Target:
         ArgumentError: it is neither.
     """
     arch = re.fullmatch(r"sm_?(\d+)(\d)a?", name)
-    if arch:
+    if arch and int(arch[1]) >= _OLDEST:
         return Target((int(arch[1]), int(arch[2])))
     tables = map(kernel_table.read, sorted(device_tables.SHIPPED.glob("*.json")))
     known = {table.gpu: table for table in tables}

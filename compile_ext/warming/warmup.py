@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from compile_ext.warming.targets import target_here
 _SLOW = 2.0  # seconds of a unit
 # Above what any engine takes in one call. A plan asks for each tile of 64: 18 s for these.
 _MOST_TOKENS = 2**20
+_ONE_AT_A_TIME = threading.RLock()  # threads: a cache_dir is the whole process's
 
 
 def warmup(
@@ -57,8 +59,8 @@ def warmup(
             with ``mode="reduce-overhead"`` a CUDA graph is captured. What these graphs call is
             compiled before. Warm up in the mode that serves, such as ``torch.inference_mode()``.
         jobs: worker processes; None: as many as cores, free host memory and free GPU memory allow.
-        cache_dir: keep all that is compiled below this folder, for this process from now on. It can
-            be packed, and used on another host or path by the same call.
+        cache_dir: keep all that is compiled below this folder, for this process from now on, in all
+            threads. It can be packed, and used on another host or path by the same call.
         progress: a bar on a terminal, else a line a kernel, on stderr.
         inputs: ``inputs(batch_size)``: the arguments of one call of the model, a tuple or a dict.
         target: the GPU to compile for; None: the one that is here.
@@ -78,41 +80,42 @@ def warmup(
     _check_kinds(model_or_manifest, target, cache_dir)
     model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
     batch_sizes = _check_graphs(model, batch_sizes, inputs)
-    if cache_dir is not None:
-        use_cache_dir(Path(cache_dir))
-    triton_support.keep_cache_folder()
-    target = target or target_here()
-    graphs: tuple[GraphResult, ...] = ()
-    problems: tuple[str, ...] = ()
-    device = device_for(model, target)
-    with Progress(progress) as shown:
-        engine = Engine(
+    with _ONE_AT_A_TIME:
+        if cache_dir is not None:
+            use_cache_dir(Path(cache_dir))
+        triton_support.keep_cache_folder()
+        target = target or target_here()
+        graphs: tuple[GraphResult, ...] = ()
+        problems: tuple[str, ...] = ()
+        device = device_for(model, target)
+        with Progress(progress) as shown:
+            engine = Engine(
+                target,
+                jobs=jobs,
+                budget_seconds=budget_seconds,
+                progress=shown,
+                load=None if device is None else functools.partial(load_kernel, device=device),
+            )
+            if batch_sizes and inputs is not None:
+                if target is not None:
+                    foretold, problems = _foretold(model, batch_sizes, inputs, target)
+                    engine.run(_in_order(plan(foretold, target, max_tokens).units, budget_seconds))
+                graphs = warm_graphs(model, batch_sizes, inputs)
+            manifest = model_or_manifest if model is None else sites(model)
+            planned = _plan(manifest, target, max_tokens)
+            warmed = engine.run(_in_order(planned.units, budget_seconds))
+        report = WarmupReport(
+            warmed.results,
+            graphs,
+            planned,
             target,
-            jobs=jobs,
-            budget_seconds=budget_seconds,
-            progress=shown,
-            load=None if device is None else functools.partial(load_kernel, device=device),
+            time.monotonic() - start,
+            warmed.capacity.jobs if warmed.capacity else 0,
+            warmed.capacity.bound_by if warmed.capacity else "",
+            warmed.folders,
+            str(device) if device is not None else None,
+            (*problems, *_warnings(manifest, planned, target)),
         )
-        if batch_sizes and inputs is not None:
-            if target is not None:
-                foretold, problems = _foretold(model, batch_sizes, inputs, target)
-                engine.run(_in_order(plan(foretold, target, max_tokens).units, budget_seconds))
-            graphs = warm_graphs(model, batch_sizes, inputs)
-        manifest = model_or_manifest if model is None else sites(model)
-        planned = _plan(manifest, target, max_tokens)
-        warmed = engine.run(_in_order(planned.units, budget_seconds))
-    report = WarmupReport(
-        warmed.results,
-        graphs,
-        planned,
-        target,
-        time.monotonic() - start,
-        warmed.capacity.jobs if warmed.capacity else 0,
-        warmed.capacity.bound_by if warmed.capacity else "",
-        warmed.folders,
-        str(device) if device is not None else None,
-        (*problems, *_warnings(manifest, planned, target)),
-    )
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
     if strict and (report.counts["failed"] or any(x.reason for x in graphs)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 import compile_ext
 from compile_ext.cli import app
 from compile_ext.manifest import NotCovered
+from compile_ext.ops import triton_support
 from compile_ext.ops.device import Target
 from compile_ext.ops.errors import (
     ArgumentError,
@@ -189,6 +192,22 @@ def test_a_cache_folder_that_comes_too_late_is_refused(
     assert warmup(32, cache_dir=tmp_path).counts["failed"] == 0
 
 
+@pytest.mark.usefixtures("variables")
+def test_a_thread_waits_for_the_cache_folder_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def folder(self: Any) -> Path:
+        return Path(os.environ["TRITON_CACHE_DIR"])
+
+    monkeypatch.setattr(fake_jit.FakeJit, "folder", folder)
+    # Long enough that both would have named their folder by then.
+    monkeypatch.setattr(triton_support, "keep_cache_folder", lambda: time.sleep(0.3))
+    with ThreadPoolExecutor(2) as threads:
+        reports = threads.map(lambda n: warmup(n, cache_dir=tmp_path / str(n)), (32, 64))
+        folders = [report.folders["fake"] for report in reports]
+    assert folders == [tmp_path / "32" / "triton", tmp_path / "64" / "triton"]
+
+
 def test_a_certificate_holds_until_something_changes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -294,6 +313,9 @@ def test_targets_have_names():
     assert target_named("sm_90") == Target((9, 0))
     assert target_named("sm_120") == Target((12, 0))
     assert target_named("h200") == TARGET
+    for slip in ("sm_10", "sm_9", "", "GPU"):
+        with pytest.raises(ArgumentError, match="wanted an architecture such as sm_90"):
+            target_named(slip)
 
 
 def test_what_bounds_the_number_of_workers(monkeypatch: pytest.MonkeyPatch):
