@@ -1,29 +1,33 @@
 """The instructions that a seal adds to one call, counted by callgrind: what ``bench_seal`` cannot
-tell, whose processes differ by more than the bar.
+tell, whose processes differ by hundreds of ns and more.
 
     python benchmarks/count_seal_instructions.py [--json benchmarks/results/seal_instructions.json]
 
-Needs valgrind with its headers, and a C compiler. The same call in turns without a seal and under
-one, as in ``bench_seal``, on the CPU with one thread; user instructions, medians of the turns. The
-C library's and Python's allocators are shown for themselves: their work depends on which blocks
-happen to be free, and a seal that is put in and taken out allocates some.
+Needs valgrind with its headers, a C compiler, and debug information of the C library and of Python.
+The same call in turns without a seal and under one, as in ``bench_seal``, on the CPU with one
+thread: user instructions of a turn by the call, lowest and highest of the turns. The allocators of
+the C library and of Python are shown by themselves: their work depends on which blocks happen to be
+free, and a seal that is put in and taken out allocates some. How many instructions 0.2 us are is
+from the time of the same turns without callgrind.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -48,7 +52,7 @@ void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
 void end(const char *name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTRUMENTATION; }
 """
 _ALLOCATORS = ("/malloc.c:", "/obmalloc.c:")
-# callgrind knows no AVX-512; one hash seed and one thread: nothing differs from run to run.
+# callgrind knows no AVX-512; one hash seed and one thread: less differs from run to run.
 _VARIABLES = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
@@ -58,10 +62,11 @@ _VARIABLES = {
 }
 
 
-def take_turns(row: str, marks: Path) -> None:
-    """What runs under callgrind: a turn is a dump."""
+def take_turns(row: str, marks: Path) -> list[float]:
+    """The process that is counted: a turn is a dump. ns a call of each."""
     callgrind = ctypes.CDLL(str(marks))
     gc.disable()
+    ns = []
     with torch.inference_mode():
         call = ROWS[row]()
         call()  # compiles
@@ -70,30 +75,35 @@ def take_turns(row: str, marks: Path) -> None:
                 for _ in range(SETTLING):
                     call()
                 callgrind.begin()
+                start = time.perf_counter_ns()
                 for _ in range(CALLS):
                     call()
+                ns.append((time.perf_counter_ns() - start) / CALLS)
                 callgrind.end(name.encode())
+    return ns
 
 
-def count(row: str, folder: Path) -> dict[str, dict[str, float]]:
-    """Instructions a call: ``{"without" | "under": {"allocators" | "all else"}}``."""
-    source, marks, dump = folder / "marks.c", folder / "marks.so", folder / "dump"
-    source.write_text(MARKS)
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", source, "-o", marks], check=True)
+def count(row: str, marks: Path, folder: Path) -> dict[str, Any]:
+    """``ns`` a call, and of each turn ``without`` and ``under`` a seal the instructions a call."""
     python = [sys.executable, __file__, "--row", row, "--marks", str(marks)]
-    environment = os.environ | _VARIABLES
-    quiet = {"env": environment, "check": True, "stdout": subprocess.DEVNULL}
-    subprocess.run(python, **quiet)  # Inductor's cache has the graph then
-    valgrind = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no"]
-    subprocess.run([*valgrind, f"--callgrind-out-file={dump}", *python], **quiet)
-    turns: dict[str, list[Counter[str]]] = {"without": [], "under": []}
+
+    def run(*before: str) -> str:
+        done = subprocess.run(
+            [*before, *python], env=os.environ | _VARIABLES, check=True, stdout=subprocess.PIPE
+        )
+        return done.stdout.decode()
+
+    ns = statistics.median(json.loads(run()))  # Inductor's cache has the graph from here on
+    dump = folder / "dump"
+    run("valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dump}")
+    turns: dict[str, list[dict[str, float]]] = {"without": [], "under": []}
     for number in range(1, 2 * TURNS + 1):
         name = "without" if number % 2 else "under"
         turns[name].append(instructions(folder / f"dump.{number}", name))
-    return {name: medians(counters) for name, counters in turns.items()}
+    return {"ns": ns, **turns}
 
 
-def instructions(dump: Path, name: str) -> Counter[str]:
+def instructions(dump: Path, name: str) -> dict[str, float]:
     assert f"Client Request: {name}\n" in dump.read_text()
     annotate = ["callgrind_annotate", "--threshold=100", str(dump)]
     text = subprocess.run(annotate, capture_output=True, text=True, check=True).stdout
@@ -104,13 +114,26 @@ def instructions(dump: Path, name: str) -> Counter[str]:
             found[kind] += int(function[1].replace(",", ""))
     total = re.search(r"([\d,]+) .*PROGRAM TOTALS", text)
     assert total is not None
-    assert found.total() > 0.999 * int(total[1].replace(",", ""))  # all lines were read
-    return found
+    assert sum(found.values()) > 0.999 * int(total[1].replace(",", ""))  # all lines were read
+    assert found["allocators"] > 0  # their files are known by debug information
+    return {kind: n / CALLS for kind, n in found.items()}
 
 
-def medians(turns: list[Counter[str]]) -> dict[str, float]:
-    kinds = ("allocators", "all else")
-    return {x: statistics.median(turn[x] for turn in turns) / CALLS for x in kinds}
+def table(rows: dict[str, dict[str, Any]]) -> Table:
+    shown = Table(title=f"instructions a call, {TURNS} turns of {CALLS} calls, lowest .. highest")
+    columns = ("without a seal", "under a seal", "allocators, without", "under", "0.2 us are")
+    shown.add_column("call")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for name, row in rows.items():
+        cells = []
+        for kind in ("all else", "allocators"):
+            for turns in (row["without"], row["under"]):
+                values = [turn[kind] for turn in turns]
+                cells.append(f"{min(values):.0f} .. {max(values):.0f}")
+        a_call = statistics.median(sum(turn.values()) for turn in row["without"])
+        shown.add_row(name, *cells, f"{200 * a_call / row['ns']:.0f}")
+    return shown
 
 
 def main(
@@ -119,21 +142,14 @@ def main(
     marks: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     if row is not None and marks is not None:
-        take_turns(row, marks)
+        print(json.dumps(take_turns(row, marks)))
         return
-    rows = {}
-    for name in ROWS:
-        with tempfile.TemporaryDirectory() as folder:
-            rows[name] = count(name, Path(folder))
-    table = Table(title=f"instructions a call, medians of {TURNS} turns of {CALLS} calls")
-    for column in ("call", "without a seal", "a seal adds", "allocators add"):
-        table.add_column(column, justify="left" if column == "call" else "right")
-    for name, found in rows.items():
-        added = {x: found["under"][x] - found["without"][x] for x in found["under"]}
-        total = sum(found["without"].values())
-        columns = (total, added["all else"], added["allocators"])
-        table.add_row(name, *(f"{x:.0f}" for x in columns))
-    Console().print(table)
+    with tempfile.TemporaryDirectory() as made:
+        source, library = Path(made, "marks.c"), Path(made, "marks.so")
+        source.write_text(MARKS)
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
+        rows = {name: count(name, library, Path(made)) for name in ROWS}
+    Console(width=140).print(table(rows))
     write(json_path, rows=rows)
 
 

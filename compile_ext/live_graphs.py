@@ -22,7 +22,7 @@ from compile_ext.ops.errors import NotCompiledError
 from compile_ext.options import PREFIX, Options
 from compile_ext.passes.report import Entry
 from compile_ext.records import GraphRecord
-from compile_ext.tensors import names_of, original, roots_of
+from compile_ext.tensors import names_of, original, roots_of, tensors_of
 
 
 def look(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ def _backend(target: Target | None, options: str) -> Any:
 
 class LiveGraphs:
     """The graphs of a model: those that were compiled for what tensors of the device ``meta`` stand
-    for now. Of a function with no weights around it, those of whatever model it was handed: the
+    for now. Of a function with no model around it, those of whatever model it was handed: the
     program's names for the weights stand for their module paths.
 
     Args:
@@ -81,17 +81,20 @@ class LiveGraphs:
         self.target = original(model)
         self.names = names_of(self.target)
         self._codes = _codes(self.target)
-        self._is_handed_models = not self.names and inspect.isfunction(inspect.unwrap(self.target))
+        self._is_handed_models = not _reaches_weights(self.target)
         gpu = device.target()
         self.records = [r for r in records.live() if r.target == gpu and self._has(r)]
 
     def not_compiled(self, where: str, how: str) -> NotCompiledError:
         """The error of one who asks, where there are none."""
+        fix = f"call the compiled model once, or {how}"
+        if not isinstance(self.target, nn.Module):
+            fix += f"; {where}(model) finds the graphs of a model that it calls"
         return NotCompiledError(
             where,
             f"{type(self.target).__name__} with no live compilation by backend 'compile_ext'",
             "a model that was compiled and called, or example arguments",
-            f"call the compiled model once, or {how}",
+            fix,
         )
 
     def uses(self, record: GraphRecord) -> Iterator[tuple[Entry, str, tuple[str, ...]]]:
@@ -146,14 +149,22 @@ def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
     return tuple(dict.fromkeys(c.state() for at, c in binding.constants if position in at))
 
 
+def _reaches_weights(target: Any) -> bool:
+    """Whether a model is the target, or around it."""
+    return any(isinstance(x, nn.Module) for x in roots_of(target).values()) or any(
+        isinstance(x, nn.Parameter) for _, x in tensors_of(target)
+    )
+
+
 def _codes(target: Any) -> list[CodeType]:
     """The code of the target and of every module that it can reach."""
     modules = [v for v in roots_of(target).values() if isinstance(v, nn.Module)]
     functions = [type(m).forward for top in modules for m in top.modules()]
-    while isinstance(target, functools.partial):
-        target = target.func
     if not isinstance(target, nn.Module):
-        functions += [inspect.unwrap(getattr(target, "__func__", target)), type(target).__call__]
+        target = inspect.unwrap(target)
+        while isinstance(target, functools.partial):
+            target = inspect.unwrap(target.func)
+        functions += [getattr(target, "__func__", target), type(target).__call__]
     found = [getattr(f, "__code__", None) for f in functions]
     return list(dict.fromkeys(c for c in found if c is not None))
 

@@ -67,10 +67,10 @@ def roots_of(target: Any) -> dict[str, Any]:
     """What a compiled thing can reach: a module itself, or what a function reads from around it."""
     if isinstance(target, nn.Module):
         return {"": target}
-    if isinstance(target, functools.partial):
-        bound = {str(i): value for i, value in enumerate(target.args)}
-        return {**roots_of(target.func), **bound, **target.keywords}
-    function = inspect.unwrap(target)  # Dynamo wraps a method of torch's own modules
+    function = inspect.unwrap(target)  # Dynamo wraps a partial, and a method of torch's own modules
+    if isinstance(function, functools.partial):
+        bound = {str(i): value for i, value in enumerate(function.args)}
+        return {**roots_of(function.func), **bound, **function.keywords}
     owner = getattr(function, "__self__", None)
     if owner is not None:  # torch.compile(model.forward)
         return roots_of(owner) if isinstance(owner, nn.Module) else vars(owner)

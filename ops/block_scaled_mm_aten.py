@@ -43,7 +43,7 @@ def why_not(
     reason = tma_rows.why_not(b=b) if a.dtype != FP8 else tma_rows.why_not(a=a, b=b)
     if reason:
         return reason
-    reason = ue8m0.why_not(scale_b=scale_b)  # scale_a is copied into float32
+    reason = ue8m0.why_not(scale_b=scale_b)  # run copies another scale_a into float32
     if reason:
         return reason
     if out_dtype not in _OUT:
@@ -83,12 +83,12 @@ def run(
 
 def _whole_columns(scale: Tensor, rows: int) -> Tensor:
     """``scale [m, groups]`` in float32 with strides (1, rows): itself where it lies so, which saves
-    a kernel. Of rows behind m, which are cut off again, it does not matter what the scales hold.
+    a kernel (mostly 1.2 to 1.8 us, H200). Rows behind m are cut off again: they may hold anything.
     """
     lies_so = scale.shape[0] == rows and scale.stride() == (1, rows)
     if lies_so and scale.dtype == torch.float32 and tma_rows.why_not(scale=scale.t()) is None:
         return scale
-    columns = torch.empty(scale.shape[1], rows, dtype=torch.float32, device=scale.device).t()
+    columns = scale.new_empty(scale.shape[1], rows, dtype=torch.float32).t()
     columns[: scale.shape[0]].copy_(scale)
     return columns
 

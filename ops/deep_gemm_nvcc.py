@@ -8,6 +8,7 @@ kernel is built, and the path is no part of the cache's key.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +46,7 @@ def stand_between(nvcc: Path) -> None:
     if given != str(SCRIPT):
         os.environ[REAL] = given or str(nvcc)
         os.environ[COMPILER] = str(SCRIPT)
-    elif not os.access(os.environ.get(REAL, ""), os.X_OK):  # inherited, in part or elsewhere
+    elif shutil.which(os.environ.get(REAL, "")) is None:  # inherited without it, or elsewhere
         os.environ[REAL] = str(nvcc)
 
 

@@ -45,7 +45,8 @@ class Engine:
     Args:
         target: what to compile for; None where nothing will be.
         jobs: most worker processes; None: as many as the machine takes.
-        budget_seconds: after which no unit is begun.
+        budget_seconds: after which no unit is begun, counted from ``start``.
+        start: of the warmup, by the monotonic clock.
         progress: told of what happens.
         load: makes the result of a kernel that is on disk; called while others are compiled.
     """
@@ -56,12 +57,13 @@ class Engine:
         *,
         jobs: int | None,
         budget_seconds: float | None,
+        start: float,
         progress: Progress,
         load: Callable[[UnitResult], UnitResult] | None = None,
     ) -> None:
         self._given, self._jobs, self._progress, self._load = target, jobs, progress, load
         self._budget = budget_seconds
-        self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
+        self._until = None if budget_seconds is None else start + budget_seconds
         self._wanted: dict[CompileUnit, None] = {}
         self._results: dict[CompileUnit, UnitResult] = {}
         self._stores: dict[str, Store | str] = {}

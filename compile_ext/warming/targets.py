@@ -17,7 +17,7 @@ def target_named(name: str) -> Target:
     """``sm_90``, or a GPU with a kernel table by its name or a part of it: ``H200``.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: it is neither, or older than sm_70.
     """
     arch = re.fullmatch(r"sm_?(\d+)(\d)a?", name)
     if arch and int(arch[1]) >= _OLDEST:
@@ -31,7 +31,7 @@ def target_named(name: str) -> Target:
     raise ArgumentError(
         "target",
         repr(name),
-        f"an architecture such as sm_90, or one of {', '.join(known)}",
+        f"an architecture from sm_{_OLDEST}0, such as sm_90, or one of {', '.join(known)}",
         "pass one of these, or run where the GPU is without a target",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -28,7 +29,7 @@ from compile_ext.warming.targets import target_here
 _SLOW = 2.0  # seconds of a unit
 # Above what any engine takes in one call. A plan asks for each tile of 64: 18 s for these.
 _MOST_TOKENS = 2**20
-_ONE_AT_A_TIME = threading.RLock()  # threads: a cache_dir is the whole process's
+_ONE_THREAD = threading.RLock()  # re-entrant: ``inputs`` and the model are the user's code
 
 
 def warmup(
@@ -80,7 +81,7 @@ def warmup(
     _check_kinds(model_or_manifest, target, cache_dir)
     model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
     batch_sizes = _check_graphs(model, batch_sizes, inputs)
-    with _ONE_AT_A_TIME:
+    with Progress(progress) as shown, _alone(shown):
         if cache_dir is not None:
             use_cache_dir(Path(cache_dir))
         triton_support.keep_cache_folder()
@@ -88,22 +89,22 @@ def warmup(
         graphs: tuple[GraphResult, ...] = ()
         problems: tuple[str, ...] = ()
         device = device_for(model, target)
-        with Progress(progress) as shown:
-            engine = Engine(
-                target,
-                jobs=jobs,
-                budget_seconds=budget_seconds,
-                progress=shown,
-                load=None if device is None else functools.partial(load_kernel, device=device),
-            )
-            if batch_sizes and inputs is not None:
-                if target is not None:
-                    foretold, problems = _foretold(model, batch_sizes, inputs, target)
-                    engine.run(_in_order(plan(foretold, target, max_tokens).units, budget_seconds))
-                graphs = warm_graphs(model, batch_sizes, inputs)
-            manifest = model_or_manifest if model is None else sites(model)
-            planned = _plan(manifest, target, max_tokens)
-            warmed = engine.run(_in_order(planned.units, budget_seconds))
+        engine = Engine(
+            target,
+            jobs=jobs,
+            budget_seconds=budget_seconds,
+            start=start,
+            progress=shown,
+            load=None if device is None else functools.partial(load_kernel, device=device),
+        )
+        if batch_sizes and inputs is not None:
+            if target is not None:
+                foretold, problems = _foretold(model, batch_sizes, inputs, target)
+                engine.run(_in_order(plan(foretold, target, max_tokens).units, budget_seconds))
+            graphs = warm_graphs(model, batch_sizes, inputs)
+        manifest = model_or_manifest if model is None else sites(model)
+        planned = _plan(manifest, target, max_tokens)
+        warmed = engine.run(_in_order(planned.units, budget_seconds))
         report = WarmupReport(
             warmed.results,
             graphs,
@@ -121,6 +122,18 @@ def warmup(
     if strict and (report.counts["failed"] or any(x.reason for x in graphs)):
         raise _failed(report)
     return report
+
+
+@contextlib.contextmanager
+def _alone(shown: Progress) -> Iterator[None]:
+    """No other thread warms up meanwhile: a ``cache_dir`` is the whole process's."""
+    if not _ONE_THREAD.acquire(blocking=False):
+        shown.say("waiting for the warmup of another thread")
+        _ONE_THREAD.acquire()
+    try:
+        yield
+    finally:
+        _ONE_THREAD.release()
 
 
 def _plan(manifest: Manifest, target: Target | None, max_tokens: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -205,14 +206,45 @@ def test_the_models_that_a_function_is_handed() -> None:
     for model in models:
         compiled(model, x)
     third = Wrapped(320)
+    scale = torch.ones(1)
     torch.compile(other, backend="compile_ext", options=EAGER)(third, x)
     found = {s.call.n: s.modules for s in compile_ext.sites(compiled).sites}
     assert found == {64: ("proj",), 192: ("proj",)}
     assert {s.call.n for s in compile_ext.collect(other, third, x).sites} == {320}
+
+    # With a tensor around it, and a method of what is no module.
+    class Runner:
+        def step(self, model: nn.Module, x: Tensor) -> Tensor:
+            return model(x) * scale
+
+    assert {s.call.n for s in compile_ext.collect(Runner().step, third, x).sites} == {320}
+    # A parameter is what the caller hands in too.
+    weight, scales = third.proj.weight, third.proj.weight_scale
+    found_by_parts = compile_ext.collect(
+        lambda x, w, s: block_scaled_mm(x, w, None, s), x, weight, scales
+    )
+    assert {s.call.n for s in found_by_parts.sites} == {320}
     # A function around a model: no other model's graphs.
     around = torch.compile(lambda x: third(x), backend="compile_ext", options=EAGER)
     around(x)
     assert [s.modules for s in compile_ext.sites(around).sites] == [("third.proj",)]
+
+
+def test_what_dynamo_wraps() -> None:
+    model, x = Wrapped(64), torch.randn(5, 128).bfloat16()
+
+    def step(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+        return model(x) * scale
+
+    bound = functools.partial(step, model, scale=2.0)
+    assert [s.modules for s in compile_ext.collect(bound, x).sites] == [("0.proj",)]
+    # Dynamo puts one function of its own around all partials: the graph is found by its model.
+    handed = torch.compile(functools.partial(step, scale=2.0), backend="compile_ext", options=EAGER)
+    torch._dynamo.reset()
+    handed(model, x)
+    with pytest.raises(NotCompiledError, match=r"; sites\(model\) finds the graphs of a model"):
+        compile_ext.sites(handed)
+    assert [s.modules for s in compile_ext.sites(model).sites] == [("proj",)]
 
 
 def test_a_method_of_a_module_of_torch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -45,8 +46,6 @@ class Library(ModuleType):
         self.home, self.cache, self.compiler = home, cache / "cache", ""
 
     def fp8_gemm_nt(self, a: Any, b: Any, out: Tensor) -> None:
-        import os
-
         if not self.compiler:
             self.compiler = os.environ.get("DG_JIT_NVCC_COMPILER") or f"{self.home}/bin/nvcc"
             subprocess.run([self.compiler, "--version"], check=True, stdout=subprocess.DEVNULL)
@@ -180,11 +179,13 @@ def test_a_compiler_of_the_user_is_kept(
 def test_a_compiler_that_is_not_there_is_replaced(
     library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # A process that got one of the two variables, or both and another file system.
-    for real in ("", str(tmp_path / "gone")):
-        monkeypatch.setenv(deep_gemm_nvcc.REAL, real)
-        deep_gemm_nvcc.stand_between(library.home / "bin" / "nvcc")
-        assert os.environ[deep_gemm_nvcc.REAL] == f"{library.home}/bin/nvcc"
+    bin = library.home / "bin"
+    monkeypatch.setenv("PATH", str(bin), prepend=os.pathsep)
+    # A process that got one of the two variables, or both and another file system; a name on PATH.
+    for given, kept in (("", bin / "nvcc"), (tmp_path / "gone", bin / "nvcc"), ("nvcc", "nvcc")):
+        monkeypatch.setenv(deep_gemm_nvcc.REAL, str(given))
+        deep_gemm_nvcc.stand_between(bin / "nvcc")
+        assert os.environ[deep_gemm_nvcc.REAL] == str(kept)
 
 
 def test_a_process_that_the_sealed_one_has_started_is_not_sealed(
@@ -235,9 +236,6 @@ def test_what_others_compile_is_told_a_moment_later(
 
 
 def test_nothing_is_left_of_the_seal(library: Library, tmp_path: Path) -> None:
-    import os
-    import tempfile
-
     before = set(Path(tempfile.gettempdir()).glob("compile_ext_seal_*"))
     with seal("warn"):
         assert set(Path(tempfile.gettempdir()).glob("compile_ext_seal_*")) != before

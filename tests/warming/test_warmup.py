@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,26 @@ def test_a_thread_waits_for_the_cache_folder_of_another(
     assert folders == [tmp_path / "32" / "triton", tmp_path / "64" / "triton"]
 
 
+def test_a_budget_is_spent_while_another_thread_warms_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        release.wait(20)
+
+    monkeypatch.setattr(triton_support, "keep_cache_folder", hold)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(warmup, 32)
+        assert begun.wait(20)
+        threading.Timer(0.3, release.set).start()
+        second = warmup(64, budget_seconds=0.1, progress=True)
+    assert first.result().counts["compiled"] == 3
+    assert second.counts["skipped"] == 3
+    assert "waiting for the warmup of another thread" in capfd.readouterr().err
+
+
 def test_a_certificate_holds_until_something_changes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -313,8 +334,8 @@ def test_targets_have_names():
     assert target_named("sm_90") == Target((9, 0))
     assert target_named("sm_120") == Target((12, 0))
     assert target_named("h200") == TARGET
-    for slip in ("sm_10", "sm_9", "", "GPU"):
-        with pytest.raises(ArgumentError, match="wanted an architecture such as sm_90"):
+    for slip in ("sm_10", "sm_61", "sm_9", "", "GPU"):
+        with pytest.raises(ArgumentError, match="wanted an architecture from sm_70, such as sm_90"):
             target_named(slip)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from compile_ext.ops.compile_unit import CompileUnit
@@ -21,5 +22,11 @@ def warm_units(
 ) -> tuple[UnitResult, ...]:
     """A result for each unit, in their order."""
     with Progress(progress) as shown:
-        engine = Engine(target, jobs=jobs, budget_seconds=budget_seconds, progress=shown)
+        engine = Engine(
+            target,
+            jobs=jobs,
+            budget_seconds=budget_seconds,
+            start=time.monotonic(),
+            progress=shown,
+        )
         return engine.run(units).results
