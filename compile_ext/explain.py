@@ -16,7 +16,7 @@ from compile_ext.passes.report import Site
 from compile_ext.report import Fallback, Report, Row
 
 
-def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
+def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     """Say for each candidate what the passes did.
 
     Args:
@@ -31,7 +31,7 @@ def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
     """
     if args or kwargs:
         look(model, *args, **kwargs)
-    graphs = LiveGraphs(model)
+    graphs = LiveGraphs(model, *args, **kwargs)
     alive, names = graphs.records, graphs.names
     fallbacks, full = _fallbacks(graphs)
     if not alive and not fallbacks:

@@ -22,10 +22,10 @@ from compile_ext.ops.errors import NotCompiledError
 from compile_ext.options import PREFIX, Options
 from compile_ext.passes.report import Entry
 from compile_ext.records import GraphRecord
-from compile_ext.tensors import names_of, original, roots_of, tensors_of
+from compile_ext.tensors import handed, names_of, original, roots_of
 
 
-def look(model: Any, *args: Any, **kwargs: Any) -> None:
+def look(model: Any, /, *args: Any, **kwargs: Any) -> None:
     """Run the model once, compiled as the user compiles it but with inner ``eager``, to look at its
     graphs: no kernel is compiled. What it writes (a KV cache) is written."""
     how = compiled_with(model)
@@ -70,18 +70,18 @@ def _backend(target: Target | None, options: str) -> Any:
 
 class LiveGraphs:
     """The graphs of a model: those that were compiled for what tensors of the device ``meta`` stand
-    for now. Of a function with no model around it, those of whatever model it was handed: the
-    program's names for the weights stand for their module paths.
+    for now.
 
     Args:
         model: an nn.Module, what ``torch.compile`` returned for one, or a compiled function.
+        args, kwargs: of a call, if any: the models and parameters among them count as the model's.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, /, *args: Any, **kwargs: Any) -> None:
         self.target = original(model)
-        self.names = names_of(self.target)
-        self._codes = _codes(self.target)
-        self._is_handed_models = not _reaches_weights(self.target)
+        roots = {**handed(args, kwargs), **roots_of(self.target)}
+        self.names = names_of(roots)
+        self._codes = _codes(self.target, roots)
         gpu = device.target()
         self.records = [r for r in records.live() if r.target == gpu and self._has(r)]
 
@@ -113,7 +113,7 @@ class LiveGraphs:
             for tensors, binding in served:
                 for position in entry.weights:
                     name = self.names.get(id(tensors[position]))
-                    if name is None and (position in record.call_inputs or self._is_handed_models):
+                    if name is None and position in record.call_inputs:
                         name = entry.hint
                     if name is not None:
                         yield entry, name, _kinds(position, binding)
@@ -139,7 +139,7 @@ class LiveGraphs:
             seen = [t for _, t in record.kept()]
         if any(id(t) in self.names for t in seen):
             return True
-        if not self._is_handed_models and not record.call_inputs.issuperset(record.weights):
+        if not record.call_inputs.issuperset(record.weights):
             return False  # it has parameters, of another model
         return record.place is not None and self.has_line(record.place.file, record.place.line)
 
@@ -149,16 +149,9 @@ def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
     return tuple(dict.fromkeys(c.state() for at, c in binding.constants if position in at))
 
 
-def _reaches_weights(target: Any) -> bool:
-    """Whether a model is the target, or around it."""
-    return any(isinstance(x, nn.Module) for x in roots_of(target).values()) or any(
-        isinstance(x, nn.Parameter) for _, x in tensors_of(target)
-    )
-
-
-def _codes(target: Any) -> list[CodeType]:
-    """The code of the target and of every module that it can reach."""
-    modules = [v for v in roots_of(target).values() if isinstance(v, nn.Module)]
+def _codes(target: Any, roots: Mapping[str, Any]) -> list[CodeType]:
+    """The code of the target and of every module in its roots."""
+    modules = [v for v in roots.values() if isinstance(v, nn.Module)]
     functions = [type(m).forward for top in modules for m in top.modules()]
     if not isinstance(target, nn.Module):
         target = inspect.unwrap(target)

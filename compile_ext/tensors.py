@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def original(model: Any) -> Any:
@@ -18,11 +19,12 @@ def original(model: Any) -> Any:
     return getattr(target, "_torchdynamo_orig_callable", target)
 
 
-def names_of(target: Any) -> dict[int, str]:
-    """id of each tensor that belongs to the target -> module path."""
+def names_of(roots: Mapping[str, Any]) -> dict[int, str]:
+    """id of each tensor that belongs to the roots of a target -> module path."""
     found: dict[int, str] = {}
-    for path, tensor in tensors_of(target):
-        found.setdefault(id(tensor), path.removesuffix(".weight"))
+    for root, value in roots.items():
+        for path, tensor in _tensors(root, value):
+            found.setdefault(id(tensor), path.removesuffix(".weight"))
     return found
 
 
@@ -30,6 +32,15 @@ def tensors_of(target: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors that belong to the target, by path; one that has two paths comes twice."""
     for name, value in roots_of(target).items():
         yield from _tensors(name, value)
+
+
+def handed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The models and parameters among the arguments of a call, named as those of a partial are."""
+    found: dict[str, Any] = {}
+    for name, value in [*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()]:
+        weights = [x for x in tree_leaves(value) if isinstance(x, nn.Module | nn.Parameter)]
+        found |= {name if x is value else f"{name}.{i}": x for i, x in enumerate(weights)}
+    return found
 
 
 def _tensors(
@@ -67,7 +78,8 @@ def roots_of(target: Any) -> dict[str, Any]:
     """What a compiled thing can reach: a module itself, or what a function reads from around it."""
     if isinstance(target, nn.Module):
         return {"": target}
-    function = inspect.unwrap(target)  # Dynamo wraps a partial, and a method of torch's own modules
+    # Dynamo wraps a partial, and a method of torch's own modules.
+    function = inspect.unwrap(target, stop=lambda f: hasattr(f, "__self__"))
     if isinstance(function, functools.partial):
         bound = {str(i): value for i, value in enumerate(function.args)}
         return {**roots_of(function.func), **bound, **function.keywords}

@@ -14,7 +14,7 @@ from compile_ext.backend import compile_ext_backend
 from compile_ext.derived import Constant
 from compile_ext.ops.errors import CompileExtError
 from compile_ext.passes.derivation import Derivation, Padding
-from compile_ext.tensors import names_of, original, tensors_of
+from compile_ext.tensors import names_of, original, roots_of, tensors_of
 
 
 def refresh(model: Any) -> int:
@@ -56,7 +56,7 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     look: Any = torch.compile(target, backend=_look)
     with torch.no_grad():
         look(*args, **kwargs)
-    names = names_of(target)
+    names = names_of(roots_of(target))
     found: dict[str, str] = {}
     for record in records.hidden():
         for tensors, binding in record.served():

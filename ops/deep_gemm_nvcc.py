@@ -40,14 +40,16 @@ def stand_between(nvcc: Path) -> None:
     global _was_first
     if not os.access(SCRIPT, os.X_OK):  # a disk that is mounted noexec, or a copy without the bit
         return
-    given = os.environ.get(COMPILER)
+    given = os.environ.get(COMPILER, "")
     if _was_first is None:
         _was_first = given == str(SCRIPT) or "deep_gemm" not in sys.modules
-    if given != str(SCRIPT):
-        os.environ[REAL] = given or str(nvcc)
-        os.environ[COMPILER] = str(SCRIPT)
-    elif shutil.which(os.environ.get(REAL, "")) is None:  # inherited without it, or elsewhere
-        os.environ[REAL] = str(nvcc)
+    if Path(given).name == SCRIPT.name:  # inherited: ours, or that of another installation
+        given = os.environ.get(REAL, "")
+        # Not inherited, of another file system, or a script, which would call itself.
+        if shutil.which(given) is None or Path(given).name == SCRIPT.name:
+            given = ""
+    os.environ[REAL] = given or str(nvcc)
+    os.environ[COMPILER] = str(SCRIPT)
 
 
 def stands_between() -> bool:

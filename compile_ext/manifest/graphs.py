@@ -27,7 +27,10 @@ def sites(model: Any) -> Manifest:
     Raises:
         NotCompiledError: nothing of this model was compiled by this backend.
     """
-    graphs = LiveGraphs(model)
+    return _manifest(LiveGraphs(model))
+
+
+def _manifest(graphs: LiveGraphs) -> Manifest:
     if not graphs.records:
         raise graphs.not_compiled("sites", "collect(model, *example_arguments)")
     uses = [(e, name) for record in graphs.records for e, name, _ in graphs.uses(record)]
@@ -37,7 +40,7 @@ def sites(model: Any) -> Manifest:
     )
 
 
-def collect(model: Any, *args: Any, **kwargs: Any) -> Manifest:
+def collect(model: Any, /, *args: Any, **kwargs: Any) -> Manifest:
     """What a model calls for these arguments: it is compiled with inner ``eager``, only to look,
     and runs once, as for ``explain(model, *args)``: no kernel is compiled, and what the model
     writes (a KV cache) is written.
@@ -47,13 +50,14 @@ def collect(model: Any, *args: Any, **kwargs: Any) -> Manifest:
 
     Args:
         model: an nn.Module, what ``torch.compile`` returned for one, or a function.
-        args, kwargs: of one call. A size that ``torch._dynamo.mark_dynamic`` marks gives a range of
-            M; collect a call of one token as well, where the model serves some: it is another
-            graph, and ``merge`` joins the two. What was compiled before is included.
+        args, kwargs: of one call; models among them are looked at too. A size that
+            ``torch._dynamo.mark_dynamic`` marks gives a range of M; collect a call of one token as
+            well, where the model serves some: it is another graph, and ``merge`` joins the two.
+            What was compiled before is included.
     """
     with _as_if_here(args, kwargs):
         look(model, *args, **kwargs)
-        return sites(model)
+        return _manifest(LiveGraphs(model, *args, **kwargs))
 
 
 def _as_if_here(*arguments: Any) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import threading
 import time
 import warnings
@@ -30,6 +31,8 @@ _SLOW = 2.0  # seconds of a unit
 # Above what any engine takes in one call. A plan asks for each tile of 64: 18 s for these.
 _MOST_TOKENS = 2**20
 _ONE_THREAD = threading.RLock()  # re-entrant: ``inputs`` and the model are the user's code
+# A fork has not got the thread that may hold it.
+os.register_at_fork(after_in_child=_ONE_THREAD._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def warmup(

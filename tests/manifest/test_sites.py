@@ -194,57 +194,69 @@ class Wrapped(nn.Module):
         return self.proj(x)
 
 
+class WrappedAndBroken(Wrapped):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 def test_the_models_that_a_function_is_handed() -> None:
+    around, x = Wrapped(320), torch.randn(5, 128).bfloat16()
+
+    def step(model: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
+        return model(x) * scale
+
+    def behind(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x), around(x)
+
+    class Runner:
+        def step(self, model: nn.Module, x: Tensor) -> Tensor:
+            return model(x)
+
+    with_scale, first = functools.partial(step, scale=2.0), Wrapped(64)
+    for function in (step, behind, Runner().step, with_scale):
+        for model in (Wrapped(192), WrappedAndBroken(192)):
+            found = {s.call.n: s.modules for s in compile_ext.collect(function, model, x).sites}
+            assert found.pop(192) == ("0.proj",)
+            assert found == ({320: ("around.proj",)} if function is behind else {})
+    named = compile_ext.collect(step, model=first, x=x)
+    assert [s.modules for s in named.sites] == [("model.proj",)]
+    assert "0.proj" in str(compile_ext.explain(step, first, x))
+    # A parameter is what the caller hands in too.
+    weights = first.proj.weight, first.proj.weight_scale
+    parts = compile_ext.collect(lambda x, w, s: block_scaled_mm(x, w, None, s), x, *weights)
+    assert [(s.call.n, s.modules) for s in parts.sites] == [(64, ("1",))]
+
+
+def test_a_function_that_was_handed_its_model_is_asked_for_the_model() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return model(x)
 
-    def other(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x)
-
-    models, x = [Wrapped(64), Wrapped(192)], torch.randn(5, 128).bfloat16()
+    model, x = WrappedAndBroken(64), torch.randn(5, 128).bfloat16()
     compiled = torch.compile(step, backend="compile_ext", options=EAGER)
-    for model in models:
-        compiled(model, x)
-    third = Wrapped(320)
-    scale = torch.ones(1)
-    torch.compile(other, backend="compile_ext", options=EAGER)(third, x)
-    found = {s.call.n: s.modules for s in compile_ext.sites(compiled).sites}
-    assert found == {64: ("proj",), 192: ("proj",)}
-    assert {s.call.n for s in compile_ext.collect(other, third, x).sites} == {320}
-
-    # With a tensor around it, and a method of what is no module.
-    class Runner:
-        def step(self, model: nn.Module, x: Tensor) -> Tensor:
-            return model(x) * scale
-
-    assert {s.call.n for s in compile_ext.collect(Runner().step, third, x).sites} == {320}
-    # A parameter is what the caller hands in too.
-    weight, scales = third.proj.weight, third.proj.weight_scale
-    found_by_parts = compile_ext.collect(
-        lambda x, w, s: block_scaled_mm(x, w, None, s), x, weight, scales
-    )
-    assert {s.call.n for s in found_by_parts.sites} == {320}
-    # A function around a model: no other model's graphs.
-    around = torch.compile(lambda x: third(x), backend="compile_ext", options=EAGER)
-    around(x)
-    assert [s.modules for s in compile_ext.sites(around).sites] == [("third.proj",)]
-
-
-def test_what_dynamo_wraps() -> None:
-    model, x = Wrapped(64), torch.randn(5, 128).bfloat16()
-
-    def step(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-        return model(x) * scale
-
-    bound = functools.partial(step, model, scale=2.0)
-    assert [s.modules for s in compile_ext.collect(bound, x).sites] == [("0.proj",)]
-    # Dynamo puts one function of its own around all partials: the graph is found by its model.
-    handed = torch.compile(functools.partial(step, scale=2.0), backend="compile_ext", options=EAGER)
-    torch._dynamo.reset()
-    handed(model, x)
+    compiled(model, x)
     with pytest.raises(NotCompiledError, match=r"; sites\(model\) finds the graphs of a model"):
-        compile_ext.sites(handed)
+        compile_ext.sites(compiled)
     assert [s.modules for s in compile_ext.sites(model).sites] == [("proj",)]
+
+
+def test_decorated_methods_and_partials() -> None:
+    class Runner:
+        def __init__(self) -> None:
+            self.model = Wrapped(64)
+
+        @torch.inference_mode()
+        def step(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    runner, x = Runner(), torch.randn(5, 128).bfloat16()
+    for function, path in (
+        (runner.step, "model.proj"),
+        (functools.partial(runner.step, x), "model.proj"),
+        (functools.partial(lambda model, x: model(x), runner.model), "0.proj"),
+    ):
+        args = () if isinstance(function, functools.partial) and function.args[0] is x else (x,)
+        assert [s.modules for s in compile_ext.collect(function, *args).sites] == [(path,)]
 
 
 def test_a_method_of_a_module_of_torch() -> None:

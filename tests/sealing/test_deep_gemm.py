@@ -181,11 +181,24 @@ def test_a_compiler_that_is_not_there_is_replaced(
 ) -> None:
     bin = library.home / "bin"
     monkeypatch.setenv("PATH", str(bin), prepend=os.pathsep)
-    # A process that got one of the two variables, or both and another file system; a name on PATH.
-    for given, kept in (("", bin / "nvcc"), (tmp_path / "gone", bin / "nvcc"), ("nvcc", "nvcc")):
-        monkeypatch.setenv(deep_gemm_nvcc.REAL, str(given))
-        deep_gemm_nvcc.stand_between(bin / "nvcc")
-        assert os.environ[deep_gemm_nvcc.REAL] == str(kept)
+    # A process that got one of the two variables, or both and another file system; the script of
+    # another installation, which would call itself; a name on PATH.
+    other = tmp_path / "other" / deep_gemm_nvcc.SCRIPT.name
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh")
+    other.chmod(0o755)
+    for script in (deep_gemm_nvcc.SCRIPT, other):
+        for real, kept in (
+            ("", bin / "nvcc"),
+            (tmp_path / "gone", bin / "nvcc"),
+            (other, bin / "nvcc"),
+            ("nvcc", "nvcc"),
+        ):
+            monkeypatch.setenv(deep_gemm_nvcc.COMPILER, str(script))
+            monkeypatch.setenv(deep_gemm_nvcc.REAL, str(real))
+            deep_gemm_nvcc.stand_between(bin / "nvcc")
+            assert os.environ[deep_gemm_nvcc.REAL] == str(kept)
+            assert os.environ[deep_gemm_nvcc.COMPILER] == str(deep_gemm_nvcc.SCRIPT)
 
 
 def test_a_process_that_the_sealed_one_has_started_is_not_sealed(

@@ -17,6 +17,7 @@ import fake_jit_op
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from forks import Fork
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -227,6 +228,24 @@ def test_a_budget_is_spent_while_another_thread_warms_up(
     assert first.result().counts["compiled"] == 3
     assert second.counts["skipped"] == 3
     assert "waiting for the warmup of another thread" in capfd.readouterr().err
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(folder: Path):
+    lock = sys.modules["compile_ext.warming.warmup"].__dict__["_ONE_THREAD"]
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    child = Fork(lambda: warmup(32).counts, folder / "result.json")
+    assert child.result()["compiled"] == 3
+    release.set()
+    thread.join()
 
 
 def test_a_certificate_holds_until_something_changes(
