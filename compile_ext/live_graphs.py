@@ -79,7 +79,8 @@ class LiveGraphs:
 
     def __init__(self, model: Any, /, *args: Any, **kwargs: Any) -> None:
         self.target = original(model)
-        roots = {**handed(args, kwargs), **roots_of(self.target)}
+        # Pairs: an argument may be called as something around the target is.
+        roots = [*roots_of(self.target).items(), *handed(args, kwargs)]
         self.names = names_of(roots)
         self._codes = _codes(self.target, roots)
         gpu = device.target()
@@ -149,9 +150,9 @@ def _kinds(position: int, binding: Binding) -> tuple[str, ...]:
     return tuple(dict.fromkeys(c.state() for at, c in binding.constants if position in at))
 
 
-def _codes(target: Any, roots: Mapping[str, Any]) -> list[CodeType]:
+def _codes(target: Any, roots: list[tuple[str, Any]]) -> list[CodeType]:
     """The code of the target and of every module in its roots."""
-    modules = [v for v in roots.values() if isinstance(v, nn.Module)]
+    modules = [v for _, v in roots if isinstance(v, nn.Module)]
     functions = [type(m).forward for top in modules for m in top.modules()]
     if not isinstance(target, nn.Module):
         target = inspect.unwrap(target)

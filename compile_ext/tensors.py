@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType
 from typing import Any
 
@@ -19,10 +19,10 @@ def original(model: Any) -> Any:
     return getattr(target, "_torchdynamo_orig_callable", target)
 
 
-def names_of(roots: Mapping[str, Any]) -> dict[int, str]:
+def names_of(roots: Iterable[tuple[str, Any]]) -> dict[int, str]:
     """id of each tensor that belongs to the roots of a target -> module path."""
     found: dict[int, str] = {}
-    for root, value in roots.items():
+    for root, value in roots:
         for path, tensor in _tensors(root, value):
             found.setdefault(id(tensor), path.removesuffix(".weight"))
     return found
@@ -34,13 +34,11 @@ def tensors_of(target: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(name, value)
 
 
-def handed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def handed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The models and parameters among the arguments of a call, named as those of a partial are."""
-    found: dict[str, Any] = {}
-    for name, value in [*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()]:
+    for name, value in [*((str(i), x) for i, x in enumerate(args)), *kwargs.items()]:
         weights = [x for x in tree_leaves(value) if isinstance(x, nn.Module | nn.Parameter)]
-        found |= {name if x is value else f"{name}.{i}": x for i, x in enumerate(weights)}
-    return found
+        yield from ((name if x is value else f"{name}.{i}", x) for i, x in enumerate(weights))
 
 
 def _tensors(

@@ -56,7 +56,7 @@ def prepare(model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
     look: Any = torch.compile(target, backend=_look)
     with torch.no_grad():
         look(*args, **kwargs)
-    names = names_of(roots_of(target))
+    names = names_of(roots_of(target).items())
     found: dict[str, str] = {}
     for record in records.hidden():
         for tensors, binding in record.served():

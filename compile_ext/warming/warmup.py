@@ -30,9 +30,9 @@ from compile_ext.warming.targets import target_here
 _SLOW = 2.0  # seconds of a unit
 # Above what any engine takes in one call. A plan asks for each tile of 64: 18 s for these.
 _MOST_TOKENS = 2**20
-_ONE_THREAD = threading.RLock()  # re-entrant: ``inputs`` and the model are the user's code
+_FOLDER = threading.RLock()  # re-entrant: ``inputs`` and the model are the user's code
 # A fork has not got the thread that may hold it.
-os.register_at_fork(after_in_child=_ONE_THREAD._at_fork_reinit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_FOLDER._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def warmup(
@@ -64,7 +64,8 @@ def warmup(
             compiled before. Warm up in the mode that serves, such as ``torch.inference_mode()``.
         jobs: worker processes; None: as many as cores, free host memory and free GPU memory allow.
         cache_dir: keep all that is compiled below this folder, for this process from now on, in all
-            threads. It can be packed, and used on another host or path by the same call.
+            threads: another one that names a folder waits. It can be packed, and used on another
+            host or path by the same call.
         progress: a bar on a terminal, else a line a kernel, on stderr.
         inputs: ``inputs(batch_size)``: the arguments of one call of the model, a tuple or a dict.
         target: the GPU to compile for; None: the one that is here.
@@ -84,7 +85,7 @@ def warmup(
     _check_kinds(model_or_manifest, target, cache_dir)
     model = None if isinstance(model_or_manifest, Manifest) else model_or_manifest
     batch_sizes = _check_graphs(model, batch_sizes, inputs)
-    with Progress(progress) as shown, _alone(shown):
+    with Progress(progress) as shown, _one_folder(shown, cache_dir):
         if cache_dir is not None:
             use_cache_dir(Path(cache_dir))
         triton_support.keep_cache_folder()
@@ -128,15 +129,20 @@ def warmup(
 
 
 @contextlib.contextmanager
-def _alone(shown: Progress) -> Iterator[None]:
-    """No other thread warms up meanwhile: a ``cache_dir`` is the whole process's."""
-    if not _ONE_THREAD.acquire(blocking=False):
+def _one_folder(shown: Progress, cache_dir: Any) -> Iterator[None]:
+    """No other thread moves the process into another ``cache_dir`` meanwhile. One that names none
+    does not wait: a seal's callback may warm up while this thread waits for Dynamo, which it holds.
+    """
+    if cache_dir is None:
+        yield
+        return
+    if not _FOLDER.acquire(blocking=False):
         shown.say("waiting for the warmup of another thread")
-        _ONE_THREAD.acquire()
+        _FOLDER.acquire()
     try:
         yield
     finally:
-        _ONE_THREAD.release()
+        _FOLDER.release()
 
 
 def _plan(manifest: Manifest, target: Target | None, max_tokens: int) -> Plan:

@@ -222,6 +222,13 @@ def test_the_models_that_a_function_is_handed() -> None:
     named = compile_ext.collect(step, model=first, x=x)
     assert [s.modules for s in named.sites] == [("model.proj",)]
     assert "0.proj" in str(compile_ext.explain(step, first, x))
+
+    # Called as what is around the function is.
+    def both(around: nn.Module, model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        return around(x), model(x)
+
+    bound = compile_ext.collect(functools.partial(both, first), around, x)
+    assert {s.call.n: s.modules for s in bound.sites} == {64: ("0.proj",), 320: ("0.proj",)}
     # A parameter is what the caller hands in too.
     weights = first.proj.weight, first.proj.weight_scale
     parts = compile_ext.collect(lambda x, w, s: block_scaled_mm(x, w, None, s), x, *weights)

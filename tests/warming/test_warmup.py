@@ -210,8 +210,9 @@ def test_a_thread_waits_for_the_cache_folder_of_another(
     assert folders == [tmp_path / "32" / "triton", tmp_path / "64" / "triton"]
 
 
+@pytest.mark.usefixtures("variables")
 def test_a_budget_is_spent_while_another_thread_warms_up(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     begun, release = threading.Event(), threading.Event()
 
@@ -221,17 +222,19 @@ def test_a_budget_is_spent_while_another_thread_warms_up(
 
     monkeypatch.setattr(triton_support, "keep_cache_folder", hold)
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(warmup, 32)
+        first = threads.submit(warmup, 32, cache_dir=tmp_path)
         assert begun.wait(20)
+        monkeypatch.setattr(triton_support, "keep_cache_folder", lambda: None)
+        assert warmup(128).counts["compiled"] == 3  # names no folder: does not wait
         threading.Timer(0.3, release.set).start()
-        second = warmup(64, budget_seconds=0.1, progress=True)
+        second = warmup(64, budget_seconds=0.1, progress=True, cache_dir=tmp_path)
     assert first.result().counts["compiled"] == 3
     assert second.counts["skipped"] == 3
     assert "waiting for the warmup of another thread" in capfd.readouterr().err
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(folder: Path):
-    lock = sys.modules["compile_ext.warming.warmup"].__dict__["_ONE_THREAD"]
+    lock = sys.modules["compile_ext.warming.warmup"].__dict__["_FOLDER"]
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -242,7 +245,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_has_not_got(folder: Path):
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(20)
-    child = Fork(lambda: warmup(32).counts, folder / "result.json")
+    child = Fork(lambda: warmup(32, cache_dir=folder).counts, folder / "result.json")
     assert child.result()["compiled"] == 3
     release.set()
     thread.join()
